@@ -1,0 +1,57 @@
+# make train and make test start from nothing: each installs into .venv what is missing, once.
+# A torch for CUDA or ROCm that $(PYTHON) already has is used as it is; .venv then only holds what the machine lacks.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# A list from pyproject.toml, one requirement a line. (Installing "." would also build the project, for which there is no
+# need: every command here runs in this folder.)
+REQUIREMENTS = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*$(1), sep="\n")'
+# DeepSpeed comes as source; DS_BUILD_OPS=0 leaves its kernels to be built when one is used, which ours never are.
+INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+
+.PHONY: train test lint format tables clean
+
+train: $(VENV)/.run  ## ARGS="experiment=… optim.lr=…" are Hydra overrides
+	$(BIN)/python -m trainer.train $(ARGS)
+
+test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
+	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+tables: $(VENV)/.dev
+	$(BIN)/python docs/tables.py
+
+clean:  ## keeps .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"ringspan needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12" if v < (3, 11) else 0)'
+	$(PYTHON) -m venv $$($(PYTHON) -c 'import torch; assert torch.version.cuda or torch.version.hip' 2>/dev/null && echo --system-site-packages) $(VENV)
+
+# torch, triton and numpy are built for each other: where the machine brings them, its versions stand in for ours.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@if grep -q 'system-site-packages = true' $(VENV)/pyvenv.cfg; then \
+	  grep -vE '^(torch|triton|numpy)==' constraints.txt > $@; \
+	  $(BIN)/python -m pip list --disable-pip-version-check --format=freeze | grep -E '^(torch|triton|numpy)==' >> $@; \
+	else cp constraints.txt $@; fi
+
+$(VENV)/.run: pyproject.toml $(VENV)/constraints.txt
+	@echo "Installing what is missing into $(VENV); the first time takes a few minutes."
+	$(call REQUIREMENTS,p["dependencies"]) > $(VENV)/requirements.txt
+	$(INSTALL) -r $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(call REQUIREMENTS,p["optional-dependencies"]["dev"]) > $(VENV)/requirements-dev.txt
+	$(INSTALL) -r $(VENV)/requirements-dev.txt
+	@touch $@

@@ -1,0 +1,130 @@
+"""Numbers in the documentation come from docs/results, never from a keyboard.
+
+    python docs/tables.py              # rewrites README.md and docs/*.md
+    python docs/tables.py --check      # exits 1 and names each region that is not what the results say
+
+A region stands between two lines of its own. NAME is the file docs/results/NAME.json, which a benchmark wrote with --save:
+
+    <!-- table: NAME -->
+    <!-- end -->
+
+How a result becomes markdown depends on its field "kind": one function each in KINDS.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REGION = re.compile(r"^<!-- table: (?P<name>\S+) -->\n(?P<body>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
+OPENING = re.compile(r"^<!-- table: .*-->$", re.MULTILINE)
+Result = dict[str, Any]
+
+
+def attention(result: Result) -> str:
+    """Forward / backward TFLOP/s, a row a shape, a column a kernel; the best of each row is bold."""
+    rows = {(row["shape"], row["kernel"]): row for row in result["rows"]}
+    measured = {row["kernel"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
+    ours = {row["kernel"] for row in result["rows"] if row["ours"]}
+    columns = sorted(measured, key=lambda kernel: kernel in ours)  # rivals first, ours at the end, else as measured
+    lines = ["| TFLOP/s forward / backward | " + " | ".join(measured[kernel] for kernel in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for shape in result["shapes"]:
+        its = [rows.get((shape["name"], kernel), {"status": "skipped"}) for kernel in columns]
+        best = {
+            way: max((row[way] for row in its if row["status"] == "ok"), default=0.0)
+            for way in ("forward_tflops", "backward_tflops")
+        }
+        cells = []
+        for row in its:
+            if row["status"] == "ok":
+                cells.append(
+                    " / ".join(
+                        f"**{_number(row[way])}**" if row[way] == top else _number(row[way]) for way, top in best.items()
+                    )
+                )
+            else:
+                cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
+        lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + _origin(result)
+
+
+def _number(value: float) -> str:
+    """Three digits: 626, 53.7, 0.0342."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _origin(result: Result) -> str:
+    """Where and when it was measured, and what measures it again."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    commit = f", commit {result['commit']}" if result.get("commit") else ""
+    return f"{result['device']}, {result['dtype']}, {versions}, {result['date']}{commit}: `{result['command']}`"
+
+
+KINDS: dict[str, Callable[[Result], str]] = {"attention": attention}
+
+
+def render(name: str, results: Path) -> str:
+    """The markdown of one result."""
+    path = results / f"{name}.json"
+    if not path.is_file():
+        have = ", ".join(sorted(p.stem for p in results.glob("*.json"))) or "none"
+        raise ValueError(
+            f"there is no docs/results/{name}.json (there are: {have}): measure it with --save, or correct the name"
+        )
+    result = json.loads(path.read_text(encoding="utf-8"))
+    kind = result.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"docs/results/{name}.json is of kind {kind!r}, known are {', '.join(KINDS)}: add a function to KINDS")
+    return KINDS[kind](result)
+
+
+def update(text: str, results: Path) -> tuple[str, list[str]]:
+    """The page with every region regenerated, and the names of those that changed."""
+    stale: list[str] = []
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"]
+        if OPENING.search(match["body"]):
+            raise ValueError(f"the region of table {name} has no end: close it with <!-- end -->")
+        body = f"\n{render(name, results)}\n\n"  # markdown wants an empty line between a comment and a table
+        if body != match["body"]:
+            stale.append(name)
+        return f"<!-- table: {name} -->\n{body}<!-- end -->"
+
+    new = REGION.sub(replace, text)
+    if len(OPENING.findall(text)) != len(REGION.findall(text)):
+        raise ValueError("a table mark is not <!-- table: NAME --> … <!-- end -->, each on a line of its own: correct it")
+    return new, stale
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    """0, or 1 if --check found something stale or a region cannot be made."""
+    parser = argparse.ArgumentParser(prog="python docs/tables.py", description="Write the tables of the documentation.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is stale")
+    args = parser.parse_args(argv)
+    bad = False
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        if not page.is_file():
+            continue
+        where, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
+        try:
+            new, stale = update(text, root / "docs" / "results")
+        except ValueError as error:
+            print(f"{where}: {error}", file=sys.stderr)
+            bad = True
+            continue
+        for name in stale:
+            print(f"{where}: table {name} " + ("is stale: run python docs/tables.py" if args.check else "written"))
+        bad |= args.check and bool(stale)
+        if stale and not args.check:
+            page.write_text(new, encoding="utf-8")
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""One GPU: attention as a definition, then as fast code. Knows nothing of ranks or models.
+
+    from kernels import attention, Mask, linear_cross_entropy
+
+`mask` says who sees whom, `reference` what attention is, `chunked` and `triton_*` how it is computed, `attention` is the one
+operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round.
+"""
+
+from .attention import attention
+from .blocks import block_backward, block_forward, output_delta
+from .loss import linear_cross_entropy
+from .mask import Mask
+from .segments import Segment
+
+__all__ = [
+    "Mask",
+    "Segment",
+    "attention",
+    "block_backward",
+    "block_forward",
+    "linear_cross_entropy",
+    "output_delta",
+]

@@ -1,0 +1,153 @@
+"""`attention`: exact attention on one device, as one operator that torch.compile and checkpointing understand.
+
+    out = attention(q, k, v, mask=Mask(causal=True))            q (B, S, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)
+
+It checks its arguments, picks a backend, and calls `block_forward` once, for the one block that is everything. A sink is
+the carry that this block starts from. Two custom ops, `ringspan::attention_forward` and `ringspan::attention_backward`, hold
+the work, so that torch.compile(fullgraph=True) sees one call each way, and selective activation checkpointing can keep
+(out, lse) and never run attention twice. Nothing waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
+from .checks import check_mask, check_options, check_qkv, check_sinks
+from .mask import Bounds, Mask
+from .reference import accumulation_dtype
+
+__all__ = ["BACKENDS", "attention"]
+
+
+def attention(
+    q: Tensor,  # (B, S, Hq, D)
+    k: Tensor,  # (B, Sk, Hkv, D)
+    v: Tensor,  # (B, Sk, Hkv, Dv)
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q kᵀ · scale) v over the keys that the mask lets each query see.
+
+    out is (B, S, Hq, Dv); with return_lse also lse (B, Hq, S): the natural log of the softmax's denominator, sinks included,
+    in fp32 (fp64 for fp64), differentiable. Query heads share key heads in groups of Hq / Hkv. If S != Sk, the last query
+    stands at the last key. `sinks` (Hq,) are scores of a key whose value is 0. Dropout is Philox of the coordinates, so a
+    seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
+    its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which these backends always give.
+    """
+    check_qkv_types = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if check_qkv_types and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as SDPA does
+        low = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    check_qkv(q, k, v)
+    mask = Mask() if mask is None else mask
+    check_mask(q, k, mask)
+    if dropout and seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
+    check_options(q, scale, softcap, dropout, seed)
+    if sinks is not None:
+        check_sinks(q, sinks)
+    if isinstance(seed, int):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = attention_forward(
+        q, k, v, *mask.bounds(q.device), sinks, seed, scale, float(softcap), float(dropout), choose_backend(backend, q, v)
+    )
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op("ringspan::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: int,
+    right: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    prefix: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
+    carry = None
+    if sinks is not None:
+        lse = sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
+        carry = None, lse
+    options = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    return block_forward(q, k, v, mask, carry=carry, **options)
+
+
+@attention_forward.register_fake
+def _(q, k, v, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):  # noqa: ANN001, ANN202
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+
+
+@torch.library.custom_op("ringspan::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    left: int,
+    right: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    prefix: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
+    delta = output_delta(dout, out, dlse)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    options = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
+    return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):  # noqa: ANN001, ANN202
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key with value 0, so its dp is 0 and ds = p (0 - delta)."""
+    weight = torch.where(lse == -float("inf"), 0, torch.exp(sinks.to(lse.dtype)[None, :, None] - lse))
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _save(ctx, inputs, output):  # noqa: ANN001, ANN202
+    q, k, v, ctx.left, ctx.right, starts, ends, prefix, sinks, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, starts, ends, prefix, sinks, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):  # noqa: ANN001, ANN202
+    q, k, v, out, lse, starts, ends, prefix, sinks, seed = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    mask = ctx.left, ctx.right, starts, ends, prefix
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *mask, sinks, seed, *ctx.options)
+    return dq, dk, dv, *[None] * 5, None if sinks is None else dsinks, *[None] * 5
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_save)

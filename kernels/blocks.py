@@ -1,0 +1,180 @@
+"""The block functions that rings are made of, for any backend: what `kernels` gives to `parallel`.
+
+    out, lse = block_forward(q, k, v, mask, q_at=[(start, step, count), …], k_at=[…], carry=None, last=True, …)
+    delta    = output_delta(dout, out, dlse)
+    block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, …)       adds in place
+
+A block is some queries and some keys with where they stand in the whole sequence. The forward continues the softmax that
+the carry (out, lse) of earlier blocks left; carry, lse, delta and the gradients are fp32, fp64 for fp64 inputs. Everything
+is checked before a kernel starts, and nothing here waits for the device.
+"""
+
+import functools
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_block, check_options, check_qkv
+from .compat import triton_runs_on
+from .mask import Mask
+from .reference import Carry, accumulation_dtype
+from .segments import Segment, check_segments, whole
+
+BACKENDS = ("reference", "chunked", "triton")
+MODULES = {
+    "reference": ("reference", "reference"),
+    "chunked": ("chunked", "chunked"),
+    "triton": ("triton_forward", "triton_backward"),
+}
+
+
+def choose_backend(name: str, q: Tensor, v: Tensor) -> str:
+    """The backend that runs, or a ValueError that says why the named one cannot."""
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
+    obstacle = _triton_obstacle(q, v)
+    if name == "triton" and obstacle:
+        raise ValueError(f"backend='triton' {obstacle}: use backend='chunked', or 'auto' to let the inputs decide")
+    if name != "auto":
+        return name
+    if q.device.type == "cuda" and not obstacle:
+        return _say("triton", f"{q.device.type} and {q.dtype} are what the portable kernels take")
+    return _say("chunked", f"triton {obstacle}" if obstacle else "on a CPU Triton is an interpreter, for tests only")
+
+
+def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
+    if q.dtype == torch.float64:
+        return "has no fp64"
+    if q.device.type != "meta" and not triton_runs_on(q.device):
+        return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
+    widest = max(q.shape[-1], v.shape[-1])
+    return f"takes head dims up to 256, not {widest}" if widest > 256 else None
+
+
+def _say(backend: str, reason: str) -> str:
+    if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
+        _say_once(backend, reason)
+    return backend
+
+
+@functools.cache
+def _say_once(backend: str, reason: str) -> None:
+    print(f"ringspan: attention runs on {backend}: {reason}", file=sys.stderr)
+
+
+def _module(backend: str, backward: bool) -> ModuleType:
+    return importlib.import_module(f".{MODULES[backend][backward]}", __package__)
+
+
+def block_forward(
+    q: Tensor,  # (B, S, Hq, D)
+    k: Tensor,  # (B, Sk, Hkv, D)
+    v: Tensor,  # (B, Sk, Hkv, Dv)
+    mask: Mask | None,
+    q_at: list[Segment] | None = None,
+    k_at: list[Segment] | None = None,
+    carry: Carry | None = None,
+    last: bool = True,
+    head_start: int = 0,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, S, Hq, Dv) and lse (B, Hq, S) of everything in the carry and this block.
+
+    Without q_at and k_at both are whole sequences, aligned at their ends. A carry's out may be None for zeros (a sink).
+    out has q's dtype after the `last` block and the carry's before. `into` names the tensors to write, which may be the
+    carry's own: a tile of queries reads its rows before it writes them. `deterministic` is always true here.
+    """
+    check_qkv(q, k, v)
+    mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
+    check_block(q, v, mask, carry, last, into)
+    options = block_options(q, scale, softcap, dropout, seed)
+    run = _module(choose_backend(backend, q, v), backward=False)
+    return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
+
+
+def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out."""
+    if dout.shape != out.shape:
+        raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree")
+    if out.dtype != torch.float64 and out.shape[-1] <= 256 and triton_runs_on(out.device):
+        delta = _module("triton", backward=True).output_delta(dout, out)
+    else:
+        acc = accumulation_dtype(out.dtype)
+        delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
+    return delta if dlse is None else delta.sub_(dlse)
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask | None,
+    q_at: list[Segment] | None,
+    k_at: list[Segment] | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    head_start: int = 0,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    accumulate: bool = True,
+) -> None:
+    """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
+
+    With accumulate=False it overwrites them, and they may have the inputs' dtype. Every backend's sums have a fixed order,
+    so `deterministic` is always true here.
+    """
+    check_qkv(q, k, v)
+    mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
+    check_block(q, v, mask, None, True, None)
+    options = block_options(q, scale, softcap, dropout, seed)
+    for name, grad, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if grad.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
+        if accumulate and grad.dtype != lse.dtype:
+            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {lse.dtype} (or pass accumulate=False)")
+    run = _module(choose_backend(backend, q, v), backward=True)
+    run.block_backward(
+        dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options
+    )
+
+
+def _place(
+    q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, k_at: list[Segment] | None
+) -> tuple[Mask, list[Segment], list[Segment]]:
+    if (q_at is None) != (k_at is None):
+        raise ValueError("q_at and k_at are given together or not at all")
+    if q_at is None or k_at is None:
+        q_at, k_at = whole(q.shape[1], k.shape[1] - q.shape[1]), whole(k.shape[1])
+    return mask or Mask(), check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
+
+
+def block_options(
+    q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None
+) -> dict[str, Any]:
+    """The options as backends take them: checked, a scale, and a seed that lives where q does."""
+    check_options(q, scale, softcap, dropout, seed)
+    if dropout and isinstance(seed, int):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return dict(scale=scale, softcap=float(softcap), dropout=float(dropout), seed=seed if dropout else None)

@@ -1,0 +1,123 @@
+"""Triton 3.6 to 3.9 and the machines it runs on: the one place that knows versions and chips."""
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+if TYPE_CHECKING:
+    from .triton_common import Launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def chip(device: torch.device) -> str:
+    """"sm_90", "gfx942", … or "interpreter"; RINGSPAN_CHIP names a chip to compile for without having it."""
+    if INTERPRETED:
+        return "interpreter"
+    return os.environ.get("RINGSPAN_CHIP") or _chip(device.index or 0)
+
+
+@functools.cache
+def _chip(index: int) -> str:
+    properties: Any = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    name = f"sm_{properties.major}{properties.minor}"
+    # what counts for tiles is shared memory: sm_86, sm_89 and sm_120 have 99 KB, data-centre chips 160 KB and more
+    if properties.shared_memory_per_block_optin < 160 * 1024:
+        return name
+    return {8: "sm_80", 9: "sm_90"}.get(properties.major, "sm_100")
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
+@dataclass
+class Compiled:
+    """What one kernel takes of a chip, read from its binary."""
+
+    shared: int  # bytes of shared memory
+    registers: int  # per thread
+    spills: int  # bytes per thread (NVIDIA: stack; AMD: registers spilled)
+    warpgroup: bool  # Hopper's warpgroup products
+    log: str  # what the assembler said
+
+
+def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
+    """Compile a launch for a chip that need not be here, exactly as the launch would: same types, same divisibility."""
+    amd = chip_name.startswith("gfx")
+    target = GPUTarget("hip", chip_name, 64) if amd else GPUTarget("cuda", int(chip_name.removeprefix("sm_")), 32)
+    triton.runtime.driver.set_active(_Absent(target))
+    try:
+        kernel = launch.kernel.warmup(**launch.arguments, grid=launch.grid)
+    finally:
+        if torch.cuda.is_available():
+            triton.runtime.driver.reset_active()
+    if amd:
+        text = kernel.asm["amdgcn"]
+        number = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count")}
+        return Compiled(kernel.metadata.shared, number["vgpr_count"], number["vgpr_spill_count"], False, "")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    number = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+    spills = number["STACK"] + number["LOCAL"]
+    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in kernel.asm["ptx"], usage)
+
+
+class _Absent:
+    """Stands where Triton expects the driver of a GPU, and knows only which one it would be."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        return self.target  # Triton's caches are kept per device
+
+    def get_current_stream(self, device: GPUTarget) -> int:
+        return 0
+
+
+def _repair_interpreter() -> None:
+    """Triton's interpreter keeps bf16 as its bits, multiplies them as integers in `dot`, and truncates where GPUs round."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def as_fp32(handle: Any) -> Any:
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    builder = interpreter.InterpreterBuilder
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = (as_fp32(x) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, d, *rest)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
+            return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+
+
+if INTERPRETED:
+    _repair_interpreter()

@@ -1,0 +1,176 @@
+"""Attention written out: the definition that every other backend is tested against.
+
+    s = cap · tanh(q kᵀ · scale / cap)        only where the mask lets p see j; softcap 0 leaves out the tanh
+    lse = log Σ_j exp(s_j)                    over all keys of all blocks, and the sink
+    out = Σ_j exp(s_j - lse) · keep_j / (1 - rate) · v_j
+
+One block of keys continues what the blocks before left, the carry (out, lse): with w = exp(lse_before - lse) the sum above
+is `w · out_before` plus this block's terms. That one line is online softmax, FlashAttention's accumulator, the ring's
+merge and the attention sink (a carry of out 0 and lse = sink).
+
+The backward never needs the other blocks: p = exp(s - lse) with the final lse, and δ = Σ dout · out - dlse, give
+ds = p (dp - δ). All products are in fp32, fp64 for fp64 inputs. Memory is O(S · Sk): use `chunked` for anything long.
+"""
+
+import torch
+from torch import Tensor
+
+from .mask import Mask
+from .philox import keep_mask
+from .segments import Segment, num_rows, positions
+
+INF = float("inf")
+Carry = tuple[Tensor | None, Tensor]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def block_forward(
+    q: Tensor,  # (B, S, Hq, D)
+    k: Tensor,  # (B, Sk, Hkv, D)
+    v: Tensor,  # (B, Sk, Hkv, Dv)
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    carry: Carry | None = None,
+    last: bool = True,
+    head_start: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, S, Hq, Dv) and lse (B, Hq, S) of the carry and this block; out in q's dtype after the last block."""
+    out, lse = into or new_outputs(q, v, last)
+    tile = Tile(mask, positions(q_at, q.device), positions(k_at, q.device), head_start, scale, softcap, dropout, seed)
+    n, m = num_rows(q_at), num_rows(k_at)
+    carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
+    acc, stats = tile.forward(
+        q[:, :n], k[:, :m], v[:, :m], None if carry_out is None else carry_out[:, :n], carry_lse[:, :, :n]
+    )
+    out[:, :n], lse[:, :, :n] = acc, stats
+    out[:, n:], lse[:, :, n:] = 0, -INF
+    return out, lse
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,  # (B, Hq, S), from output_delta
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    head_start: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    """Adds this block's part to dq, dk and dv; without `accumulate` it overwrites them."""
+    tile = Tile(mask, positions(q_at, q.device), positions(k_at, q.device), head_start, scale, softcap, dropout, seed)
+    n, m = num_rows(q_at), num_rows(k_at)
+    parts = tile.backward(dout[:, :n], q[:, :n], k[:, :m], v[:, :m], lse[:, :, :n], delta[:, :, :n])
+    for total, part in zip((dq, dk, dv), parts, strict=True):
+        if not accumulate:
+            total.zero_()
+        total[:, : part.shape[1]] += part
+
+
+def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    acc = accumulation_dtype(q.dtype)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc)
+    return out, q.new_empty((batch, heads, rows), dtype=acc)
+
+
+class Tile:
+    """The two formulas for one tile of queries and keys. Shapes: i queries, j keys, k key heads, g query heads of each."""
+
+    def __init__(
+        self,
+        mask: Mask,
+        q_positions: Tensor,
+        k_positions: Tensor,
+        head_start: int,
+        scale: float,
+        softcap: float,
+        dropout: float,
+        seed: Tensor | None,
+    ) -> None:
+        self.visible = mask.visible(q_positions, k_positions)[:, None, None]  # (B or 1, 1, 1, i, j)
+        self.q_positions, self.k_positions, self.head_start = q_positions, k_positions, head_start
+        self.scale, self.softcap, self.dropout, self.seed = scale, softcap, dropout, seed
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, carry_out: Tensor | None, carry_lse: Tensor) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 0:  # no keys: the carry as it is
+            out = carry_lse.new_zeros((*q.shape[:3], v.shape[-1])) if carry_out is None else carry_out
+            return out, carry_lse
+        s, _ = self._scores(q, k)
+        before = self._group(carry_lse, k)
+        m = torch.maximum(s.amax(-1), before)
+        m = torch.where(m == -INF, 0, m)  # a row that has seen nothing: exp(-inf - 0) is 0, not NaN
+        p = torch.exp(s - m[..., None])
+        w = torch.exp(before - m)
+        total = w + p.sum(-1)
+        acc = torch.einsum("bkgij,bjkd->bikgd", self._drop(p), self._seen(v, s.dtype))
+        if carry_out is not None:
+            acc = acc + w.permute(0, 3, 1, 2)[..., None] * carry_out.unflatten(2, acc.shape[2:4])
+        out = acc / torch.where(total == 0, 1, total).permute(0, 3, 1, 2)[..., None]
+        return out.flatten(2, 3), (m + torch.log(total)).flatten(1, 2)
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s, slope = self._scores(q, k)
+        lse = self._group(torch.where(lse == -INF, 0, lse), k)  # rows that saw nothing: p = exp(-inf) = 0
+        p = torch.exp(s - lse[..., None])
+        dout = self._sees(dout, s.dtype).unflatten(2, p.shape[1:3])
+        dv = torch.einsum("bkgij,bikgd->bjkd", self._drop(p), dout)
+        dp = self._drop(torch.einsum("bikgd,bjkd->bkgij", dout, self._seen(v, s.dtype)))
+        ds = torch.where(self.visible, p * (dp - self._group(delta, k)[..., None]), 0)
+        ds = (ds if slope is None else ds * slope) * self.scale
+        dq = torch.einsum("bkgij,bjkd->bikgd", ds, self._seen(k, s.dtype))
+        dk = torch.einsum("bkgij,bikgd->bjkd", ds, self._sees(q, s.dtype).unflatten(2, p.shape[1:3]))
+        return dq.flatten(2, 3), dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Masked scores (b, k, g, i, j), and the softcap's derivative there."""
+        acc = accumulation_dtype(q.dtype)
+        grouped = q.to(acc).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+        s = torch.einsum("bikgd,bjkd->bkgij", grouped, k.to(acc)) * self.scale
+        slope = None
+        if self.softcap:
+            t = torch.tanh(s / self.softcap)
+            s, slope = self.softcap * t, 1 - t * t
+            slope = torch.where(self.visible, slope, 0)
+        return s.masked_fill(~self.visible, -INF), slope
+
+    def _drop(self, p: Tensor) -> Tensor:
+        """Dropout on weights (b, k, g, i, j); also its own gradient."""
+        if not self.dropout or p.numel() == 0:
+            return p
+        heads = range(self.head_start, self.head_start + p.shape[1] * p.shape[2])
+        keep = keep_mask(self.seed, self.dropout, p.shape[0], heads, self.q_positions, self.k_positions)
+        return torch.where(keep.unflatten(1, p.shape[1:3]), p, 0) / (1 - self.dropout)
+
+    def _seen(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values that no query here sees become 0: 0 · NaN from uninitialised padding would be NaN."""
+        return torch.where(self.visible.any(-2)[:, 0, 0, :, None, None], x.to(dtype), 0)
+
+    def _sees(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.where(self.visible.any(-1)[:, 0, 0, :, None, None], x.to(dtype), 0)
+
+    @staticmethod
+    def _group(stats: Tensor, k: Tensor) -> Tensor:
+        """(b, h, i) → (b, k, g, i)"""
+        return stats.unflatten(1, (k.shape[2], stats.shape[1] // k.shape[2]))

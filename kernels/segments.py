@@ -1,0 +1,66 @@
+"""Where the rows of a local tensor sit in the whole sequence.
+
+A tensor's rows are described by a list of segments `(start, step, count)`: row i of a segment stands at position
+`start + i * step`. A contiguous shard is one segment, a zigzag shard two, a striped shard one with step P. Rows behind the
+last segment are padding: they see nothing, nothing sees them, and what their memory holds is never used.
+
+Kernels take two ascending segments at most, because then positions ascend with the row and every interval of positions is
+an interval of rows. `ascending_runs` cuts any other list into pieces of that kind.
+"""
+
+import torch
+from torch import Tensor
+
+Segment = tuple[int, int, int]
+POSITION_LIMIT = 2**29  # kernels compute positions in int32, and sums of three of them must not overflow
+
+
+def whole(length: int, start: int = 0) -> list[Segment]:
+    """The segments of a tensor that is not sharded."""
+    return [(start, 1, length)]
+
+
+def check_segments(name: str, segments: list[Segment], rows: int) -> list[Segment]:
+    """The same segments without empty ones; neighbours that continue each other become one."""
+    merged: list[Segment] = []
+    for start, step, count in segments:
+        if step < 1 or count < 0:
+            raise ValueError(f"{name} has the segment {(start, step, count)}: it needs step >= 1 and count >= 0")
+        if abs(start) + step * count >= POSITION_LIMIT:
+            raise ValueError(f"{name} has the segment {(start, step, count)}: positions must stay below 2**29")
+        if count == 0:
+            continue
+        if merged and merged[-1][1] == step and merged[-1][0] + step * merged[-1][2] == start:
+            merged[-1] = (merged[-1][0], step, merged[-1][2] + count)
+        else:
+            merged.append((start, step, count))
+    if num_rows(merged) > rows:
+        raise ValueError(f"{name} describes {num_rows(merged)} rows, the tensor has {rows}: shorten the segments")
+    return merged
+
+
+def num_rows(segments: list[Segment]) -> int:
+    return sum(count for _, _, count in segments)
+
+
+def positions(segments: list[Segment], device: torch.device | str = "cpu") -> Tensor:
+    """(num_rows,) int64: the global position of each row."""
+    parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def ascending_runs(segments: list[Segment]) -> list[tuple[int, list[Segment]]]:
+    """[(first row, at most two segments whose positions ascend), …], in row order, covering all rows."""
+    runs: list[tuple[int, list[Segment]]] = []
+    row = 0
+    for segment in segments:
+        start, _, count = segment
+        if runs and len(runs[-1][1]) == 1:
+            before_start, before_step, before_count = runs[-1][1][0]
+            if before_start + before_step * (before_count - 1) < start:
+                runs[-1][1].append(segment)
+                row += count
+                continue
+        runs.append((row, [segment]))
+        row += count
+    return runs

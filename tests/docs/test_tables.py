@@ -1,0 +1,107 @@
+"""Tables in the documentation are what the results say."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "tables.py")
+assert spec and spec.loader
+tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
+
+PAGE = "# Title\n\n<!-- table: attention-h200 -->\n<!-- end -->\n\nAfter.\n"
+
+
+def row(shape: str, kernel: str, forward: float, backward: float, **more) -> dict:
+    ours = kernel == "triton"
+    return {"shape": shape, "kernel": kernel, "label": kernel.upper(), "ours": ours, "status": "ok", "note": ""} | (
+        {"forward_tflops": forward, "backward_tflops": backward} | more
+    )
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(PAGE)
+    result = {
+        "kind": "attention",
+        "device": "Made-up GPU",
+        "dtype": "bf16",
+        "date": "2001-02-03",
+        "commit": "abc123",
+        "command": "python -m kernels.bench",
+        "versions": {"torch": "9.9"},
+        "shapes": [{"name": "a"}, {"name": "b"}],
+        "rows": [
+            row("a", "triton", 411.4, 38.88),
+            row("a", "fa4", 410.6, 593),
+            row("a", "flex", 0, 0, status="skipped"),
+            row("b", "triton", 1, 1, status="wrong"),
+            row("b", "fa4", 2, 0.01234),
+        ],
+    }
+    (tmp_path / "docs" / "results" / "attention-h200.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixture) -> None:
+    assert tables.main(["--check"], house) == 1
+    assert "README.md: table attention-h200 is stale" in capsys.readouterr().out
+    assert (house / "README.md").read_text() == PAGE  # --check changes nothing
+    assert tables.main([], house) == 0
+    text = (house / "README.md").read_text()
+    assert text.splitlines()[3:8] == [
+        "",
+        "| TFLOP/s forward / backward | FA4 | TRITON |",
+        "|---|---|---|",
+        "| a | 411 / **593** | **411** / 38.9 |",
+        "| b | **2** / **0.0123** | wrong result |",
+    ]
+    assert "Made-up GPU, bf16, torch 9.9, 2001-02-03, commit abc123: `python -m kernels.bench`" in text
+    assert text.startswith("# Title\n") and text.endswith("\nAfter.\n")
+    assert tables.main(["--check"], house) == 0
+    tables.main([], house)
+    assert (house / "README.md").read_text() == text
+
+
+def test_a_number_typed_by_hand_is_stale(house: Path, capsys: pytest.CaptureFixture) -> None:
+    (house / "docs" / "page.md").write_text(PAGE)
+    tables.main([], house)
+    page = house / "docs" / "page.md"
+    page.write_text(page.read_text().replace("593", "953"))
+    assert tables.main(["--check"], house) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("docs/page.md: table attention-h200 is stale")
+
+
+@pytest.mark.parametrize(
+    "page, message",
+    [
+        (PAGE.replace("h200", "h9000"), "no docs/results/attention-h9000.json (there are: attention-h200)"),
+        (PAGE.replace("<!-- end -->", ""), "correct it"),
+        (PAGE.replace("<!-- end -->", "") + PAGE, "has no end"),
+        (PAGE.replace("attention-h200", "odd"), "kind 'odd', known are attention"),
+    ],
+)
+def test_errors_name_a_remedy(house: Path, page: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    (house / "docs" / "results" / "odd.json").write_text('{"kind": "odd"}')
+    if "h9000" in message:
+        (house / "docs" / "results" / "odd.json").unlink()
+    (house / "README.md").write_text(page)
+    assert tables.main([], house) == 1
+    assert message in capsys.readouterr().err
+    assert (house / "README.md").read_text() == page
+
+
+def test_marks_within_a_line_are_prose(house: Path) -> None:
+    text = "A region starts with `<!-- table: NAME -->` and stops at `<!-- end -->`.\n"
+    assert tables.update(text, house / "docs" / "results") == (text, [])
+
+
+def test_our_own_pages_are_up_to_date(capsys: pytest.CaptureFixture) -> None:
+    pages = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if page.is_file()]
+    if not any(tables.OPENING.search(page.read_text(encoding="utf-8")) for page in pages):
+        pytest.skip("no page has a table yet")
+    assert tables.main(["--check"]) == 0, capsys.readouterr()

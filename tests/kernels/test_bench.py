@@ -1,0 +1,158 @@
+"""The benchmark: what it counts, what it refuses to time, and that it runs to the end without a GPU."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from kernels import bench, peers
+from kernels.peers import Kernel, Shape
+
+
+def counted(shape: Shape) -> int:
+    return int(shape.visible(torch.arange(shape.length)).sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=False),
+        dict(causal=True, window=5),
+        dict(causal=False, window=5),
+        dict(causal=True, window=100),
+        dict(causal=True, documents=(1, 20, 16)),
+        dict(causal=False, documents=(1, 20, 16)),
+        dict(causal=True, documents=(1, 20, 16), window=4),
+    ],
+)
+def test_pairs_are_those_visible(options: dict) -> None:
+    shape = Shape("s", 1, 37, 2, 1, 16, **options)
+    assert shape.pairs() == counted(shape)
+    assert bench.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
+
+
+def test_flops_follow_the_convention() -> None:
+    assert Shape("s", 2, 1024, 16, 4, 128).flops() == 4 * 2 * 16 * 1024**2 / 2 * 128
+    assert Shape("s", 2, 1024, 16, 4, 128, causal=False).flops() == 4 * 2 * 16 * 1024**2 * 128
+    row = bench.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
+    assert row["forward_tflops"] == pytest.approx(500) and row["backward_tflops"] == pytest.approx(2500 / 4)
+    assert row["both_tflops"] == pytest.approx(3500 / 6)
+    assert (row["forward_tflops_min"], row["forward_tflops_max"]) == pytest.approx((250, 1000))
+
+
+def test_shapes_are_consistent() -> None:
+    for name, shape in peers.SHAPES.items():
+        assert name == shape.name
+        if shape.length >= 2048:
+            assert shape.heads * shape.head_dim == 2048 and shape.batch * shape.length >= 16384
+    assert {name for names in peers.DEFAULT_SHAPES.values() for name in names} <= set(peers.SHAPES)
+    with pytest.raises(ValueError, match="length=37"):
+        Shape("s", 1, 37, 2, 1, 16, documents=(1, 2))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(window=7), dict(documents=(5, 32))])
+def test_truth_is_autograd_of_the_definition(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CHUNK", 37 * 2 * 10)  # ten rows at a time
+    shape = Shape("s", 1, 37, 2, 1, 16, **options)
+    q, k, v, dout = (torch.randn(37, heads, 16, dtype=torch.float64) for heads in (2, 1, 1, 2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    s = torch.einsum("qgd,kgd->gqk", q, k.expand_as(q)) / 4
+    p = s.masked_fill(~shape.visible(torch.arange(37)), -torch.inf).softmax(-1)
+    out = torch.einsum("gqk,kgd->qgd", p, v.expand_as(q))
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    singles = [x.detach().float() for x in (q, k, v, dout)]
+    for x, ref in zip(peers.truth(singles, shape), expected, strict=True):
+        assert x.dtype == torch.float64
+        torch.testing.assert_close(x, ref, rtol=1e-5, atol=1e-5)
+
+
+def run(tmp_path, *argv: str) -> tuple[int, dict]:
+    path = tmp_path / "result.json"
+    code = bench.main(["--device", "cpu", "--shapes", "tiny", "--rep", "1", "--rounds", "2", "--json", str(path), *argv])
+    return code, json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_runs_to_the_end_on_a_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    code, result = run(tmp_path)
+    assert code == 0
+    assert result["kind"] == "attention" and result["versions"]["torch"] and result["date"] and result["device"]
+    assert str(tmp_path) not in json.dumps(result)
+    assert [shape["name"] for shape in result["shapes"]] == ["tiny"]
+    rows = {row["kernel"]: row for row in result["rows"]}
+    for name in ("reference", "chunked", "sdpa-flash", "sdpa-math"):
+        row = rows[name]
+        assert row["status"] == "ok", row
+        assert row["error_out"] < 1e-5 and row["error_grad"] < 1e-5
+        for way in ("forward", "backward"):
+            low, mid, high = (row[f"{way}_tflops{end}"] for end in ("_min", "", "_max"))
+            assert 0 < low <= mid <= high < math.inf and row[f"{way}_ms"] > 0
+    assert all(row["status"] == "ok" or row["note"] for row in rows.values())
+    assert rows["reference"]["ours"] and not rows["sdpa-math"]["ours"]
+    assert "ours of the best rival: forward" in capsys.readouterr().out
+
+
+def _crash(q, k, v, shape):
+    raise RuntimeError("boom\n at dawn")
+
+
+def _missing(q, k, v, shape):
+    import no_such_rival  # noqa: F401
+
+
+def _nan_gradient(q, k, v, shape):
+    out = peers.PEERS["sdpa-math"].run(q, k, v, shape)
+    out.register_hook(lambda grad: grad * float("nan"))
+    return out
+
+
+WRONGS = {
+    "garbage": (lambda q, k, v, shape: q * 1.0 + k.mean() + v.mean(), "wrong", "error above"),
+    "nan": (lambda q, k, v, shape: q + k.mean() * v.mean() * float("nan"), "wrong", "NaN"),
+    "nan-gradient": (_nan_gradient, "wrong", "NaN"),
+    "crash": (_crash, "failed", "RuntimeError: boom at dawn"),
+    "missing": (_missing, "skipped", "not installed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONGS)
+def test_a_kernel_that_is_wrong_is_not_timed(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, status, note = WRONGS[name]
+    monkeypatch.setitem(peers.PEERS, name, Kernel(name, call, ("cpu",)))
+    code, result = run(tmp_path, "--only", f"{name},sdpa-math")
+    row, other = result["rows"]
+    assert row["status"] == status and note in row["note"] and "forward_tflops" not in row
+    assert other["status"] == "ok"
+    assert code == 0  # a rival's fault
+
+
+def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, **options: q * k.mean() * v.mean())
+    code, result = run(tmp_path, "--only", "chunked")
+    assert code == 1 and result["rows"][0]["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "argv, remedy",
+    [
+        (["--only", "flux"], "the kernels are"),
+        (["--rounds", "0"], "at least 1"),
+        (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--shapes", "huge"], "invalid choice"),
+    ],
+)
+def test_bad_options_name_a_remedy(argv: list[str], remedy: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *argv])
+    assert remedy in capsys.readouterr().err
+
+
+def test_large_dense_kernels_are_left_out() -> None:
+    with pytest.raises(ValueError, match="GiB of scores"):
+        peers.SHAPES["d128-causal-16k"].check_dense()
+
+
+def test_names_of_results() -> None:
+    assert bench.slug("NVIDIA H200") == "h200"
+    assert bench.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert bench.slug("CPU, x86_64") == "cpu"
