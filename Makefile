@@ -7,9 +7,11 @@ BIN    := $(VENV)/bin
 # A list from pyproject.toml, one requirement a line. (Installing "." would also build the project, for which there is no
 # need: every command here runs in this folder.)
 REQUIREMENTS = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*$(1), sep="\n")'
-# DeepSpeed comes as source; DS_BUILD_OPS=0 leaves its kernels to be built when one is used, which ours never are.
+# DeepSpeed comes as source; with DS_BUILD_OPS=0 its kernels are built when one is first used, not here.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
+# a list cut short is no list
+.DELETE_ON_ERROR:
 .PHONY: train test lint format tables clean
 
 train: $(VENV)/.run  ## ARGS="experiment=… optim.lr=…" are Hydra overrides
@@ -38,20 +40,22 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"ringspan needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $$($(PYTHON) -c 'import torch; assert torch.version.cuda or torch.version.hip' 2>/dev/null && echo --system-site-packages) $(VENV)
 
-# torch, triton and numpy are built for each other: where the machine brings them, its versions stand in for ours.
+# Where the machine brings torch, its torch and triton stand in for ours: pip then stops rather than replace them.
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	@if grep -q 'system-site-packages = true' $(VENV)/pyvenv.cfg; then \
-	  grep -vE '^(torch|triton|numpy)==' constraints.txt > $@; \
-	  $(BIN)/python -m pip list --disable-pip-version-check --format=freeze | grep -E '^(torch|triton|numpy)==' >> $@; \
+	  grep -vE '^(torch|triton)==' constraints.txt > $@; \
+	  $(BIN)/python -m pip list --disable-pip-version-check --format=freeze | grep -E '^(torch|triton)==' > $@.machine; \
+	  echo "Keeping what this machine brings: $$(paste -sd ' ' $@.machine)"; \
+	  cat $@.machine >> $@; \
 	else cp constraints.txt $@; fi
 
 $(VENV)/.run: pyproject.toml $(VENV)/constraints.txt
 	@echo "Installing what is missing into $(VENV); the first time takes a few minutes."
-	$(call REQUIREMENTS,p["dependencies"]) > $(VENV)/requirements.txt
+	@$(call REQUIREMENTS,p["dependencies"]) > $(VENV)/requirements.txt
 	$(INSTALL) -r $(VENV)/requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(call REQUIREMENTS,p["optional-dependencies"]["dev"]) > $(VENV)/requirements-dev.txt
+	@$(call REQUIREMENTS,p["optional-dependencies"]["dev"]) > $(VENV)/requirements-dev.txt
 	$(INSTALL) -r $(VENV)/requirements-dev.txt
 	@touch $@

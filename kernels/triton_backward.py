@@ -141,7 +141,7 @@ def attention_backward_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed: scores are (keys, queries), so that their tiles feed dv and dk as they are."""
+    """Everything is transposed: scores are (keys, queries), so that their tiles feed dv and dk as they are."""
     sequence = tl.program_id(0) % num_sequences
     tile = tl.program_id(0) // num_sequences  # the first keys, which most queries see under a causal mask, start first
     b, kv_head = (sequence // num_heads).to(tl.int64), (sequence % num_heads).to(tl.int64)
@@ -172,26 +172,31 @@ def attention_backward_dkdv(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    for member in range(0, group):
-        h = kv_head * group + member
-        q_of_h, dout_of_h = q + b * q_b + h * q_h, dout + b * dout_b + h * dout_h
-        lse_of_h, delta_of_h = lse + b * lse_b + h * lse_h, delta + b * delta_b + h * delta_h
-        drop_head = (h + head_start).to(tl.int32)
-        for i in range(0, full - begin + end - rest):
-            at = tl.where(begin + i < full, begin + i, rest + i - (full - begin)) * BLOCK_M
-            dk_acc, dv_acc = add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q_of_h, dout_of_h, lse_of_h, delta_of_h, at, p_k, lo, hi,
-                q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
-                scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, True, HEAD,
-            )  # fmt: skip
-        for i in range(full, rest):
-            dk_acc, dv_acc = add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q_of_h, dout_of_h, lse_of_h, delta_of_h, i * BLOCK_M, p_k, lo, hi,
-                q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
-                scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, False, HEAD,
-            )  # fmt: skip
+    # One flat loop over (head of the group, tile): around a nested one Triton keeps k and v in registers, which then spill.
+    q += b * q_b + kv_head * group * q_h
+    dout += b * dout_b + kv_head * group * dout_h
+    lse += b * lse_b + kv_head * group * lse_h
+    delta += b * delta_b + kv_head * group * delta_h
+    num_split = full - begin + end - rest
+    for i in range(0, group * num_split):
+        member, tile_of_member = (i // num_split).to(tl.int64), i % num_split
+        at = tl.where(begin + tile_of_member < full, begin + tile_of_member, rest + tile_of_member - (full - begin)) * BLOCK_M
+        dk_acc, dv_acc = add_dkdv(
+            dk_acc, dv_acc, k_tile, v_tile, q + member * q_h, dout + member * dout_h, lse + member * lse_h, delta + member * delta_h,
+            at, p_k, lo, hi, q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
+            scale, softcap, keep_rate, keep_limit, seed, drop_batch, (kv_head * group + member + head_start).to(tl.int32),
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, True, HEAD,
+        )  # fmt: skip
+    num_full = rest - full
+    for i in range(0, group * num_full):
+        member = (i // num_full).to(tl.int64)
+        dk_acc, dv_acc = add_dkdv(
+            dk_acc, dv_acc, k_tile, v_tile, q + member * q_h, dout + member * dout_h, lse + member * lse_h, delta + member * delta_h,
+            (full + i % num_full) * BLOCK_M, p_k, lo, hi, q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns,
+            starts, ends, length, q_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch,
+            (kv_head * group + member + head_start).to(tl.int32),
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, False, HEAD,
+        )  # fmt: skip
     store_tile(dk + b * dk_b + kv_head * dk_h, dk_acc * scale, key, dk_s, columns, dk_d, key < rows, D, ADD)
     store_tile(dv + b * dv_b + kv_head * dv_h, dv_acc, key, dv_s, v_columns, dv_d, key < rows, DV, ADD)
 
@@ -339,6 +344,7 @@ def _launches(
 ) -> Iterator[Launch]:
     batch, q_rows, heads, width = q.shape
     k_rows, kv_heads = k.shape[1:3]
+    extras = options["keep_limit"] is not None or options["softcap"] is not None
     q_segments, two_q = segment_arguments(q_at)
     k_segments, two_k = segment_arguments(k_at)
     inputs = dict(
@@ -348,12 +354,12 @@ def _launches(
         **mask_arguments(mask, q.device), **options, q_at=q_segments, k_at=k_segments,
         group=heads // kv_heads, D=width, DV=v.shape[-1], TWO_Q=two_q, TWO_K=two_k, ADD=add,
     )  # fmt: skip
-    tiles = tiles_for("dq", q, v)
+    tiles = tiles_for("dq", q, v, extras)
     own = dict(dq=dq, **strides("dq", dq), rows=q_rows, num_sequences=batch * heads, num_heads=heads)
     grid = (-(-q_rows // tiles["BLOCK_M"]) * batch * heads,)
     yield Launch(attention_backward_dq, grid, inputs | own | tiles | dict(QUADS=quads(k_at, tiles["BLOCK_N"])))
 
-    tiles = tiles_for("dkdv", q, v)
+    tiles = tiles_for("dkdv", q, v, extras)
     own = dict(dk=dk, dv=dv, **strides("dk", dk), **strides("dv", dv), rows=k_rows, num_sequences=batch * kv_heads, num_heads=kv_heads)
     grid = (-(-k_rows // tiles["BLOCK_N"]) * batch * kv_heads,)
     yield Launch(attention_backward_dkdv, grid, inputs | own | tiles | dict(QUADS=quads(k_at, tiles["BLOCK_N"])))

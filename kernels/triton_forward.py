@@ -220,7 +220,8 @@ def _launch(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, q_at: list[Segment], k_at: list[Segment], carry: Carry | None, out: Tensor, lse: Tensor, options: dict
 ) -> Launch:
     batch, rows, heads, width = q.shape
-    tiles = tiles_for("forward", q, v)
+    extras = options["keep_limit"] is not None or options["softcap"] is not None
+    tiles = tiles_for("forward", q, v, extras)
     carry_out, carry_lse = carry or (None, None)
     q_segments, two_q = segment_arguments(q_at)
     k_segments, two_k = segment_arguments(k_at)

@@ -1,0 +1,63 @@
+"""The sweep that every backend passes, on the CPU at these sizes and on a GPU at larger ones too."""
+
+from .dense import Case
+
+
+def packed(*lengths: int) -> tuple[int, ...]:
+    """Ids of documents in a row; a negative length is padding."""
+    return tuple(i if n > 0 else -1 for i, n in enumerate(lengths) for _ in range(abs(n)))
+
+
+CASES = [
+    Case("full"),
+    Case("causal", causal=True, batch=2),
+    Case("gqa", heads=(4, 2), causal=True),
+    Case("mqa", heads=(3, 1)),
+    Case("length-1", rows=1, causal=True),
+    Case("length-33", rows=33, causal=True, heads=(4, 2)),
+    Case("length-64", rows=64),
+    Case("prime", rows=67, causal=True),
+    Case("no-rows", rows=0, keys=5),
+    Case("no-keys", rows=5, keys=0),
+    Case("no-keys-sinks", rows=5, keys=0, sinks=True),
+    Case("more-keys", rows=19, keys=70, causal=True),
+    Case("one-query", rows=1, keys=65, heads=(4, 1), causal=True),
+    Case("more-queries", rows=70, keys=19, causal=True),
+    Case("more-queries-window", rows=70, keys=33, causal=True, window=9, sinks=True),
+    Case("window", window=9),
+    Case("window-1", window=1, causal=True),
+    Case("window-causal", causal=True, window=20, heads=(4, 2)),
+    Case("window-pair", window=(3, 17)),
+    Case("window-pair-causal", window=(5, 2), causal=True),
+    Case("window-wide", window=500),
+    Case("documents", documents=packed(20, 13, 1, 36), causal=True),
+    Case("documents-full", documents=packed(1, 1, 30, 38)),
+    Case("documents-padded", documents=packed(-3, 20, -7, 25, -15), causal=True, sinks=True),
+    Case("documents-batch", documents=(packed(70), packed(32, 32, -6)), batch=2, causal=True, window=11),
+    Case("documents-unordered", documents=(5,) * 20 + (2,) * 20 + (5,) * 30),
+    Case("all-padding", documents=packed(-70), causal=True),
+    Case("prefix", causal=True, prefix=25),
+    Case("prefix-0", causal=True, prefix=0),
+    Case("prefix-long", causal=True, prefix=1000),
+    Case("prefix-batch", causal=True, prefix=(5, 41), batch=2),
+    Case("prefix-documents", causal=True, prefix=28, documents=packed(20, 18, -2, 30)),
+    Case("prefix-more-queries", causal=True, prefix=7, rows=40, keys=20),
+    Case("softcap", softcap=2.0, causal=True),
+    Case("softcap-sinks", softcap=5.0, sinks=True, heads=(4, 2), window=12),
+    Case("sinks", sinks=True, causal=True, heads=(4, 2), batch=2),
+    Case("dropout", dropout=0.3, causal=True, heads=(4, 2), batch=2),
+    Case("dropout-softcap", dropout=0.5, softcap=3.0, sinks=True, window=31),
+    Case("dropout-more-keys", dropout=0.2, rows=20, keys=45, causal=True),
+    Case("width-16", width=16, causal=True),
+    Case("width-24", width=24, causal=True),
+    Case("width-40", width=40, v_width=72, causal=True),
+    Case("width-80", width=80, rows=40),
+    Case("width-192-128", width=192, v_width=128, rows=40, causal=True),
+    Case("width-256", width=256, rows=35, causal=True),
+    Case("wider-values", width=16, v_width=64),
+    Case("scale", scale=0.5, causal=True),
+    Case("scale-negative", scale=-0.2, causal=True),
+    Case("scale-zero", scale=0.0, causal=True, sinks=True),
+    Case("transposed", layout="bhsd", causal=True, heads=(4, 2)),
+    Case("strided", layout="strided", causal=True, width=24),
+]

@@ -1,0 +1,162 @@
+"""Attention as a dense matrix with torch's own autograd: the truth that shares no line with the kernels, and the error rule.
+
+The mask is built from the rule's words (DESIGN: who sees whom), pair by pair, and not from intervals.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels import Mask
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; its tensors are fresh random views into NaN-filled memory."""
+
+    name: str
+    rows: int = 70
+    keys: int | None = None  # as many as rows
+    heads: tuple[int, int] = (2, 2)
+    width: int = 32
+    v_width: int | None = None
+    batch: int = 1
+    causal: bool = False
+    window: int | tuple[int, int] | None = None
+    documents: tuple = ()
+    prefix: int | tuple | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    dropout: float = 0.0
+    scale: float | None = None
+    layout: str = "bshd"
+    seed: int = 2**40 + 12345
+
+    def __str__(self) -> str:
+        return self.name
+
+    def grown(self, factor: int) -> "Case":
+        """The same with everything that is counted in tokens that many times longer."""
+
+        def grow(x):  # noqa: ANN001, ANN202
+            return tuple(grow(y) for y in x) if isinstance(x, tuple) else x if x is None else x * factor
+
+        documents = self.documents
+        if documents and isinstance(documents[0], tuple):
+            documents = tuple(tuple(i for i in row for _ in range(factor)) for row in documents)
+        else:
+            documents = tuple(i for i in documents for _ in range(factor))
+        lengths = {name: grow(getattr(self, name)) for name in ("rows", "keys", "window", "prefix")}
+        return replace(self, **lengths, documents=documents)
+
+    def mask(self, device: str = "cpu") -> Mask:
+        documents = torch.tensor(self.documents, device=device) if self.documents else None
+        prefix = torch.tensor(self.prefix, device=device) if isinstance(self.prefix, tuple) else self.prefix
+        return Mask(self.causal, self.window, documents, prefix)
+
+    def tensors(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+        keys = self.rows if self.keys is None else self.keys
+        sizes = {
+            "q": (self.rows, self.heads[0], self.width),
+            "k": (keys, self.heads[1], self.width),
+            "v": (keys, self.heads[1], self.v_width or self.width),
+            "dout": (self.rows, self.heads[0], self.v_width or self.width),
+        }
+        made = {name: self._inside_nan(*size, dtype, device) for name, size in sizes.items()}
+        made["dlse"] = torch.randn(self.batch, self.heads[0], self.rows, device=device, dtype=torch.float32)
+        if self.sinks:
+            made["sinks"] = torch.randn(self.heads[0], device=device, dtype=torch.promote_types(dtype, torch.float32))
+        return made
+
+    def _inside_nan(self, rows: int, heads: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+        if self.layout == "bhsd":
+            memory = torch.full((self.batch, heads, rows + 5, width + 8), float("nan"), dtype=dtype, device=device)
+            view = memory[:, :, 2 : 2 + rows, :width].transpose(1, 2)
+        elif self.layout == "strided":  # the last dimension too
+            memory = torch.full((self.batch, rows + 5, heads, 2 * width), float("nan"), dtype=dtype, device=device)
+            view = memory[:, 2 : 2 + rows, :, ::2]
+        else:
+            memory = torch.full((self.batch, rows + 5, heads, width), float("nan"), dtype=dtype, device=device)
+            view = memory[:, 2 : 2 + rows]
+        view.copy_(torch.randn(view.shape, device=device))
+        return view
+
+    def visible(self, device: str) -> Tensor:
+        """(B or 1, S, Sk) by the words of the rule."""
+        keys = self.rows if self.keys is None else self.keys
+        p = (torch.arange(self.rows, device=device) + keys - self.rows)[:, None]
+        j = torch.arange(keys, device=device)[None, :]
+        seen = torch.ones(1, self.rows, keys, dtype=torch.bool, device=device)
+        if self.causal:
+            seen = seen & (j <= p)
+        if self.window is not None:
+            left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
+            seen = seen & (j >= p - left) & (j <= p + right)
+        if self.prefix is not None:
+            seen = seen | (j < torch.as_tensor(self.prefix, device=device).reshape(-1, 1, 1))
+        if self.documents:
+            ids = torch.tensor(self.documents, device=device)
+            ids = ids if ids.ndim == 2 else ids[None]
+            run = torch.cat([torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).long()], 1).cumsum(1)
+            seen = seen & (run[:, :, None] == run[:, None, :]) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None, :]
+        return seen
+
+
+def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype, keep: Tensor | None = None) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, dsinks computed in one dtype throughout; keep is dropout's pattern (B, Hq, S, Sk)."""
+    leaves = {name: given[name].detach().to(dtype).clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
+    q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
+    group = case.heads[0] // case.heads[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.transpose(-1, -2) * (case.width**-0.5 if case.scale is None else case.scale)
+    if case.softcap:
+        s = case.softcap * torch.tanh(s / case.softcap)
+    s = s.masked_fill(~case.visible(str(q.device))[:, None], -INF)
+    scores = s
+    if "sinks" in leaves:
+        column = leaves["sinks"].reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)
+        scores = torch.cat([column, s], -1)
+    top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros((*scores.shape[:3], 1))
+    top = torch.where(top == -INF, 0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    lse = torch.where(empty, -INF, top + torch.log(torch.where(empty, 1, total)))[..., 0]
+    weights = weights[..., scores.shape[-1] - s.shape[-1] :] / torch.where(empty, 1, total)
+    if keep is not None:
+        weights = weights * keep / (1 - case.dropout)
+    out = (weights @ v).transpose(1, 2)
+    dlse = torch.where(torch.isinf(lse), 0, given["dlse"].to(dtype))
+    loss = (out * given["dout"].to(dtype)).sum() + (torch.where(torch.isinf(lse), 0, lse) * dlse).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def assert_close(got: dict[str, Tensor], truth: dict[str, Tensor], low: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """max|got − ref| ≤ 2 max|low − ref| + 2 max|ref + 0.3 − 0.3 − ref| for each; in bf16 also RMS error ≤ 0.5 % of RMS."""
+    for name, ref in truth.items():
+        value = got[name].double()
+        assert value.shape == ref.shape, f"{name}: {tuple(value.shape)} instead of {tuple(ref.shape)}"
+        assert not value.isnan().any(), f"{name} has NaN"
+        finite = torch.isfinite(ref)
+        assert torch.equal(torch.isfinite(value), finite), f"{name} is infinite elsewhere than the truth"
+        if not finite.any():
+            continue
+        error, ref = (value - ref)[finite], ref[finite]
+        if dtype == torch.float64:  # the truth is no better, so nothing but the last digits may differ
+            assert error.abs().max() <= 1e-12 * max(1, float(ref.abs().max())), f"{name}: error {error.abs().max():.2e}"
+            continue
+        rounded = ref.to(dtype)
+        step = ((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max()
+        # A backward that recomputes weights from a stored lse moves a whole row by half a unit in lse's last place, as a
+        # dense softmax does not. Next to 16-bit rounding that is nothing, in fp32 it is the error.
+        largest_lse = float(truth["lse"].nan_to_num(0, 0, 0).abs().amax()) if truth["lse"].numel() else 0
+        stored = 2**-22 * (1 + largest_lse) * max(1, float(ref.abs().max()))
+        allowed = 2 * (low[name].double()[finite] - ref).abs().nan_to_num(INF).max() + 2 * step + stored
+        assert error.abs().max() <= allowed, f"{name}: error {error.abs().max():.2e}, allowed {allowed:.2e}"
+        if dtype == torch.bfloat16 and ref.numel() >= 64:
+            ratio = error.square().mean().sqrt() / ref.square().mean().sqrt().clamp(min=1e-30)
+            assert ratio <= 0.005, f"{name}: RMS error is {ratio:.2%} of the RMS"

@@ -1,0 +1,193 @@
+"""The public operator: what it refuses, and how it lives with autograd, torch.compile, checkpointing and autocast."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from kernels import Mask, attention
+from kernels.blocks import choose_backend
+
+
+def qkv(device: str = "cpu", rows: int = 24, heads: int = 4, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+    sizes = (heads, heads // 2, heads // 2)
+    return [torch.randn(2, rows, h, 16, device=device, dtype=dtype, requires_grad=grad) for h in sizes]
+
+
+def test_equals_sdpa(device: str) -> None:
+    q, k, v = qkv(device)
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, Mask(causal=True)), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck() -> None:
+    q, k, v = (x[:1, :7].detach().requires_grad_() for x in qkv(dtype=torch.float64))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        options = dict(softcap=3.0, sinks=sinks, dropout=0.2, seed=5, return_lse=True)
+        return attention(q, k, v, Mask(causal=True, window=4), **options)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, sinks))
+
+
+def test_only_lse_is_used(device: str) -> None:
+    q, k, v = qkv(device)
+    _, lse = attention(q, k, v, return_lse=True)
+    dq, dk = torch.autograd.grad(lse.sum(), (q, k))
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) * 0.25
+    expected = torch.autograd.grad(s.logsumexp(-1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (dict(q=torch.zeros(24, 4, 16)), "q has 3 dimensions"),
+        (dict(q=[1.0]), "q must be a tensor"),
+        (dict(q=torch.zeros(2, 24, 4, 16, dtype=torch.int64)), "q is torch.int64"),
+        (dict(k=torch.zeros(2, 24, 2, 16, dtype=torch.float16)), "k is torch.float16"),
+        (dict(v=torch.zeros(2, 24, 2, 16, device="meta")), "v is on meta"),
+        (dict(k=torch.zeros(1, 24, 2, 16)), "k has batch size 1"),
+        (dict(k=torch.zeros(2, 23, 2, 16)), "same length"),
+        (dict(k=torch.zeros(2, 24, 2, 24)), "k has head dim 24"),
+        (dict(q=torch.zeros(2, 24, 3, 16)), "q has 3 heads"),
+        (dict(q=torch.zeros(2, 24, 4, 20), k=torch.zeros(2, 24, 2, 20)), "head dim 20"),
+        (dict(v=torch.zeros(2, 24, 2, 264)), "head dim 264"),
+        (dict(mask=torch.ones(24, 24)), "mask must be"),
+        (dict(mask=Mask(documents=torch.zeros(23, dtype=torch.int64))), "documents describe 23"),
+        (dict(mask=Mask(documents=torch.zeros(3, 24, dtype=torch.int64))), "documents are given for a batch of 3"),
+        (dict(mask=Mask(causal=True, prefix=torch.tensor([1, 2, 3]))), "prefix are given for a batch of 3"),
+        (dict(scale=float("nan")), "scale"),
+        (dict(scale=float("inf")), "scale"),
+        (dict(softcap=-1.0), "softcap"),
+        (dict(softcap=float("nan")), "softcap"),
+        (dict(dropout=1.0), "dropout"),
+        (dict(dropout=float("nan")), "dropout"),
+        (dict(dropout=0.1, seed=1.5), "seed"),
+        (dict(dropout=0.1, seed=torch.zeros(3, dtype=torch.int64)), "seed"),
+        (dict(dropout=0.1, seed=torch.zeros((), dtype=torch.int32)), "seed"),
+        (dict(seed=2**63), "seed"),
+        (dict(sinks=torch.zeros(2)), "sinks"),
+        (dict(sinks=torch.zeros(4, dtype=torch.int64)), "sinks"),
+        (dict(backend="flash"), "backend"),
+        (dict(backend="hopper"), "backend"),
+    ],
+)
+def test_wrong_arguments(change: dict, word: str) -> None:
+    q, k, v = qkv(grad=False)
+    with pytest.raises(ValueError, match=word):
+        attention(**(dict(q=q, k=k, v=v) | change))
+
+
+def test_triton_refuses_fp64(device: str) -> None:
+    with pytest.raises(ValueError, match=r"fp64.*chunked"):
+        attention(*qkv(device, dtype=torch.float64), backend="triton")
+
+
+def test_auto_says_why(capfd: pytest.CaptureFixture) -> None:
+    code = "import torch; from kernels import attention; q = torch.zeros(1, 2, 1, 16, dtype=torch.float64); attention(q, q, q); attention(q, q, q)"
+    shown = subprocess.run([sys.executable, "-c", code], env={"RINGSPAN_LOG": "1", "PATH": "", "PYTHONPATH": "."}, capture_output=True, text=True)
+    assert shown.stderr.count("attention runs on chunked: triton has no fp64") == 1, shown.stderr
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+@pytest.mark.parametrize("rows", [0, 9])
+def test_opcheck(backend: str, rows: int, device: str) -> None:
+    q, k, v = qkv(device, rows)
+    sinks = torch.randn(4, device=device, requires_grad=True)
+    ids = torch.zeros(2, rows, dtype=torch.int64)
+    ids[:, rows // 2 :] = 1
+    bounds = Mask(causal=True, documents=ids).bounds(device)
+    torch.library.opcheck(torch.ops.ringspan.attention_forward, (q, k, v, *bounds, sinks, None, 0.3, 0.0, 0.0, backend))
+
+
+def test_compile_twice_is_enough(device: str) -> None:
+    """fullgraph, forward and backward; the second length makes the length symbolic, the third compiles nothing."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @partial(torch.compile, fullgraph=True, backend=counter)
+    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = attention(q * 2, k, v, Mask(causal=True, window=7), sinks=sinks, return_lse=True)
+        return out.sum() + lse.sum()
+
+    sinks = torch.randn(4, device=device, requires_grad=True)
+    for rows in (24, 17, 33, 20):
+        q, k, v = qkv(device, rows)
+        got = torch.autograd.grad(layer(q, k, v, sinks), (q, k, v, sinks))
+        out, lse = attention(q * 2, k, v, Mask(causal=True, window=7), sinks=sinks, return_lse=True)
+        expected = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sinks))
+        torch.testing.assert_close(got, expected)
+    assert counter.frame_count <= 2
+
+
+def test_compile_with_documents_and_dropout(device: str) -> None:
+    """The mask is made outside, once a batch, and comes in with other ids each time."""
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask, dropout=0.3, seed=9), fullgraph=True, backend=counter)
+    for ids in ([0] * 10 + [1] * 14, [0] * 20 + [-1] * 4):
+        q, k, v = qkv(device)
+        mask = Mask(causal=True, documents=torch.tensor(ids))
+        torch.testing.assert_close(layer(q, k, v, mask), attention(q, k, v, mask, dropout=0.3, seed=9))
+    assert counter.frame_count == 1
+
+
+def test_selective_checkpointing_keeps_attention(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With (out, lse) saved, a recomputed block never runs attention again."""
+    module = sys.modules["kernels.attention"]
+    run, runs = module.block_forward, []
+    monkeypatch.setattr(module, "block_forward", lambda *args, **options: runs.append(1) or run(*args, **options))
+
+    def policy(ctx, called, *args, **kwargs) -> CheckpointPolicy:  # noqa: ANN001
+        keep = called == torch.ops.ringspan.attention_forward.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = qkv(device)
+    block = lambda q, k, v: attention(q.sin(), k.sin(), v, Mask(causal=True)).sin()
+    expected = torch.autograd.grad(block(q, k, v).sum(), (q, k, v))
+    for contexts, count in (({}, 2), ({"context_fn": partial(create_selective_checkpoint_contexts, policy)}, 1)):
+        runs.clear()
+        out = checkpoint(block, q, k, v, use_reentrant=False, **contexts)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), expected)
+        assert len(runs) == count
+
+
+def test_autocast(device: str) -> None:
+    q, k, v = qkv(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = attention(q, k.half(), v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+
+def test_frozen_inputs_get_no_gradient(device: str) -> None:
+    q, k, v = qkv(device, grad=False)
+    assert not attention(q, k, v).requires_grad
+    out = attention(q, k, v.requires_grad_())
+    assert torch.autograd.grad(out.sum(), v)[0].shape == v.shape
+
+
+def test_no_second_derivative(device: str) -> None:
+    q, k, v = qkv(device)
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def test_an_expanded_batch(device: str) -> None:
+    """Strides of 0 are strides like any other."""
+    q, k, v = (x[:1].detach() for x in qkv(device))
+    many = attention(*(x.expand(3, -1, -1, -1) for x in (q, k, v)), Mask(causal=True), backend="triton")
+    torch.testing.assert_close(many, attention(q, k, v, Mask(causal=True)).expand(3, -1, -1, -1))
+
+
+def test_auto_takes_triton_only_on_a_gpu(device: str) -> None:
+    q, _, v = qkv(device)
+    assert choose_backend("auto", q, v) == ("triton" if device == "cuda" else "chunked")
+    assert choose_backend("auto", q.double(), v.double()) == "chunked"

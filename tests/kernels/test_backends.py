@@ -1,0 +1,57 @@
+"""Every backend against the dense truth: out, lse and all gradients, under the error rule of assert_close."""
+
+import pytest
+import torch
+
+from kernels import attention
+from kernels.philox import keep_mask
+
+from ..conftest import HAS_GPU
+from .cases import CASES
+from .dense import Case, assert_close, dense
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
+    given = case.tensors(dtype, device)
+    mask = case.mask(device)
+    leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
+    out, lse = attention(
+        **leaves,
+        mask=mask,
+        scale=case.scale,
+        softcap=case.softcap,
+        dropout=case.dropout,
+        seed=case.seed if case.dropout else None,
+        return_lse=True,
+        backend=backend,
+    )
+    dlse = torch.where(torch.isinf(lse), 0, given["dlse"].to(lse.dtype))
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (given["dout"], dlse))
+    got = {"out": out, "lse": lse} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+    keep = None
+    if case.dropout:
+        seed, keys = torch.tensor(case.seed, device=device), given["k"].shape[1]
+        p = torch.arange(case.rows, device=device) + keys - case.rows
+        keep = keep_mask(seed, case.dropout, case.batch, range(case.heads[0]), p, torch.arange(keys, device=device))
+    truth = dense(case, given, torch.float64, keep)
+    low = dense(case, given, dtype, keep)
+    assert_close(got, truth, low, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend, dtype", [("reference", "fp64"), ("chunked", "fp64"), ("chunked", "fp32"), ("chunked", "bf16"), ("triton", "fp32")])
+def test_sweep(case: Case, backend: str, dtype: str, device: str, poisoned_memory: None, monkeypatch) -> None:
+    monkeypatch.setattr("kernels.chunked.Q_CHUNK", 16)  # several chunks at these lengths
+    monkeypatch.setattr("kernels.chunked.K_CHUNK", 24)
+    run(case, backend, DTYPES[dtype], device)
+
+
+SIXTEEN_BIT = [case for case in CASES if case.name in ("gqa", "window-causal", "documents-padded", "softcap-sinks", "dropout", "width-40")]
+
+
+@pytest.mark.parametrize("case", CASES if HAS_GPU else SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sweep_in_16_bits(case: Case, dtype: str, device: str, poisoned_memory: None) -> None:
+    run(case, "triton", DTYPES[dtype], device)

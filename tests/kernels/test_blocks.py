@@ -1,0 +1,233 @@
+"""The contract that rings stand on: blocks at any positions, a softmax that is carried, gradients that add up."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import Mask, attention, block_backward, block_forward, output_delta
+from kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
+
+from ..conftest import HAS_GPU
+from .cases import packed
+
+LENGTH = 96
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(causal=True, window=17),
+    "window-pair": Mask(window=(30, 7)),
+    "documents": Mask(causal=True, documents=torch.tensor(packed(30, 1, 40, -5, 20))),
+    "prefix": Mask(causal=True, prefix=37),
+}
+ENGINES = [("reference", torch.float64), ("chunked", torch.float64), ("triton", torch.float32)]
+
+
+def inputs(dtype: torch.dtype, device: str, length: int = LENGTH, heads: int = 4, width: int = 16) -> list[Tensor]:
+    sizes = (heads, heads // 2, heads // 2, heads)
+    return [torch.randn(2, length, h, width, dtype=dtype, device=device) for h in sizes]
+
+
+def cut(length: int, blocks: int) -> list[tuple[int, int]]:
+    """Uneven pieces of a sequence."""
+    cuts = sorted(random.Random(blocks).sample(range(1, length), blocks - 1))
+    return list(itertools.pairwise([0, *cuts, length]))
+
+
+def carried(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list, **options) -> tuple[Tensor, Tensor]:
+    carry = None
+    for index, (a, b) in enumerate(pieces):
+        last = index == len(pieces) - 1
+        at = [(0, 1, q.shape[1])], [(a, 1, b - a)]
+        carry = block_forward(q, k[:, a:b], v[:, a:b], mask, *at, carry=carry, last=last, **options)
+    return carry
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torch.dtype, device: str) -> None:
+    mask, (q, k, v, dout) = MASKS[name], inputs(dtype, device)
+    options = dict(backend=backend, softcap=4.0)
+    if name == "documents" or HAS_GPU or backend != "triton":  # interpreted, Philox takes ten seconds
+        options |= dict(dropout=0.25, seed=99)
+    out, lse = block_forward(q, k, v, mask, whole(LENGTH), whole(LENGTH), **options)
+    pieces = cut(LENGTH, blocks)
+    random.Random(3).shuffle(pieces)
+    many_out, many_lse = carried(q, k, v, mask, pieces, **options)
+    exact = dict(rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-6)
+    torch.testing.assert_close(many_out, out, **exact)
+    torch.testing.assert_close(many_lse, lse, **exact)
+
+    delta = output_delta(dout, out)
+    once = [torch.zeros_like(x) for x in (q, k, v)]
+    block_backward(dout, q, k, v, lse, delta, mask, whole(LENGTH), whole(LENGTH), *once, **options)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for a, b in pieces:
+        at = whole(LENGTH), [(a, 1, b - a)]
+        block_backward(dout, q, k[:, a:b], v[:, a:b], lse, delta, mask, *at, dq, dk[:, a:b], dv[:, a:b], **options)
+    for one, many in zip(once, (dq, dk, dv), strict=True):
+        torch.testing.assert_close(many, one, rtol=0, atol=1e-12 if dtype == torch.float64 else 5e-6)
+
+
+SHARDS = {  # the rows of a rank: contiguous, zigzag, striped, and lists that no kernel takes at once
+    "contiguous": [(32, 1, 32)],
+    "zigzag": [(16, 1, 16), (64, 1, 16)],
+    "striped": [(1, 3, 32)],
+    "three": [(0, 1, 8), (24, 1, 8), (80, 1, 16)],
+    "descending": [(64, 1, 16), (16, 1, 16)],
+    "interleaved": [(0, 4, 16), (2, 4, 16)],
+}
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_segments_are_rows_of_the_whole(name: str, shard: str, backend: str, dtype: torch.dtype, device: str) -> None:
+    """Rows of a shard against the keys of another give what the same rows and keys give inside the whole sequence."""
+    mask, at = MASKS[name], SHARDS[shard]
+    q, k, v, dout = inputs(dtype, device)
+    rows = positions(at, device)
+    keys_at = [(8, 1, 40), (64, 2, 16)] if shard != "striped" else [(2, 3, 30)]
+    keys = positions(keys_at, device)
+    seen = mask.visible(torch.arange(LENGTH), torch.arange(LENGTH)).to(device)[:, rows][:, :, keys]
+    out, lse, grads = dense_rows(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], seen)
+    pad = lambda x: torch.cat([x, torch.full_like(x[:, :5], float("nan"))], 1)  # rows behind the segments
+    padded = [pad(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
+    got, got_lse = block_forward(*padded, mask, at, keys_at, backend=backend)
+    exact = dict(rtol=0, atol=1e-12 if dtype == torch.float64 else 3e-6)
+    torch.testing.assert_close(got[:, :-5], out, **exact)
+    torch.testing.assert_close(got_lse[:, :, :-5], lse, **exact)
+    assert (got[:, -5:] == 0).all() and (got_lse[:, :, -5:] == -float("inf")).all()
+    delta = output_delta(pad(dout[:, rows]), got)
+    results = [torch.zeros_like(x) for x in padded]
+    block_backward(pad(dout[:, rows]), *padded, got_lse, delta, mask, at, keys_at, *results, backend=backend)
+    for result, grad in zip(results, grads, strict=True):
+        torch.testing.assert_close(result[:, :-5], grad, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+        assert (result[:, -5:] == 0).all()
+
+
+def dense_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
+    s = s.masked_fill(~seen[:, None], -float("inf"))
+    lse = s.logsumexp(-1)
+    p = torch.where(seen[:, None], torch.exp(s - torch.where(lse == -float("inf"), 0, lse)[..., None]), 0)
+    out = torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(2, 2))
+    grads = torch.autograd.grad(out, (q, k, v), dout.double())
+    return out.to(dout.dtype), lse.to(dout.dtype), [torch.nan_to_num(g).to(dout.dtype) for g in grads]
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+def test_a_block_that_nobody_sees_changes_nothing(backend: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v, dout = inputs(dtype, device)
+    before = block_forward(q, k, v, Mask(causal=True), whole(LENGTH), whole(LENGTH), last=False, backend=backend)
+    kept = [x.clone() for x in before]
+    late = whole(LENGTH, start=LENGTH)
+    after = block_forward(q, k, v, Mask(causal=True), whole(LENGTH), late, carry=before, last=False, backend=backend)
+    inside = block_forward(q, k, v, Mask(causal=True), whole(LENGTH), late, carry=before, into=before, last=False, backend=backend)
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(kept, after, inside, strict=True))
+    # rows that see nothing keep their bits in a tile where others see something
+    split = block_forward(
+        q, k, v, Mask(causal=True), whole(LENGTH), whole(LENGTH, start=70), carry=kept, last=False, backend=backend
+    )
+    assert torch.equal(split[0][:, :70], kept[0][:, :70]) and torch.equal(split[1][:, :, :70], kept[1][:, :, :70])
+    assert not torch.equal(split[0][:, 70:], kept[0][:, 70:])
+    dq, dk, dv = (torch.full_like(x, 3.0) for x in (q, k, v))
+    delta = output_delta(dout, kept[0])
+    block_backward(dout, q, k, v, kept[1], delta, Mask(causal=True), whole(LENGTH), late, dq, dk, dv, backend=backend)
+    assert all((g == 3).all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v, _ = inputs(dtype, device)
+    before = block_forward(q, k, v, None, last=False, backend=backend)
+    after = block_forward(q, k[:, :0], v[:, :0], None, whole(LENGTH), [], carry=before, last=False, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 16])
+def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
+    """RMS error of out and gradients over carried blocks ≤ 1.05 × that of one call (DESIGN: the ring rule)."""
+    length, backend = 4096 if HAS_GPU else 256, "triton"
+    mask = Mask(causal=True)
+    q, k, v, dout = (x[:1] for x in inputs(torch.bfloat16, device, length, heads=2, width=64))
+    exact_inputs = [x.double() for x in (q, k, v)]
+    truth, truth_lse = block_forward(*exact_inputs, mask, backend="chunked")
+    truth_grads = [torch.zeros_like(x) for x in exact_inputs]
+    exact_delta = output_delta(dout.double(), truth)
+    at = whole(length), whole(length)
+    block_backward(dout.double(), *exact_inputs, truth_lse, exact_delta, mask, *at, *truth_grads, backend="chunked")
+
+    def errors(pieces: list) -> list[float]:
+        out, lse = carried(q, k, v, mask, pieces, backend=backend)
+        delta = output_delta(dout, out)
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        for a, b in pieces:
+            block = whole(length), [(a, 1, b - a)]
+            block_backward(
+                dout, q, k[:, a:b], v[:, a:b], lse, delta, mask, *block, dq, dk[:, a:b], dv[:, a:b], backend=backend
+            )
+        pairs = zip((out, dq, dk, dv), (truth, *truth_grads), strict=True)
+        return [(x.double() - ref).square().mean().sqrt().item() for x, ref in pairs]
+
+    step = length // blocks
+    many = errors([(a, a + step) for a in range(0, length, step)])
+    for name, one, several in zip(("out", "dq", "dk", "dv"), errors([(0, length)]), many, strict=True):
+        assert several <= 1.05 * one, f"{name}: {several:.3e} over {blocks} blocks, {one:.3e} in one call"
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v, dout = (x.requires_grad_() for x in inputs(dtype, device))
+    run = lambda: torch.autograd.grad(attention(q, k, v, Mask(causal=True), deterministic=True, backend=backend), (q, k, v), dout)
+    first = run()
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_head_start_shifts_dropout(device: str) -> None:
+    """Half of the heads, told where they stand, drop what they drop in the whole."""
+    q, k, v, _ = inputs(torch.float32, device)
+    options = dict(dropout=0.4, seed=7)
+    for backend in ("chunked", "triton"):
+        out, _ = block_forward(q, k, v, None, backend=backend, **options)
+        half, _ = block_forward(
+            q[:, :, 2:].contiguous(), k[:, :, 1:].contiguous(), v[:, :, 1:].contiguous(), None, head_start=2, backend=backend, **options
+        )
+        torch.testing.assert_close(half, out[:, :, 2:], rtol=0, atol=1e-6)
+
+
+def test_segments() -> None:
+    assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == [(0, 1, 7), (9, 2, 2)]
+    assert positions([(3, 2, 3), (20, 1, 2)]).tolist() == [3, 5, 7, 20, 21]
+    assert num_rows([(3, 2, 3), (20, 1, 2)]) == 5
+    assert ascending_runs([(5, 1, 5), (0, 1, 5), (8, 1, 2), (20, 1, 1)]) == [
+        (0, [(5, 1, 5)]),
+        (5, [(0, 1, 5), (8, 1, 2)]),
+        (12, [(20, 1, 1)]),
+    ]
+    for wrong in ([(0, 0, 4)], [(0, 1, -1)], [(0, 1, 10)], [(2**29, 1, 1)]):
+        with pytest.raises(ValueError, match="q_at"):
+            check_segments("q_at", wrong, 9)
+
+
+def test_wrong_blocks(device: str) -> None:
+    q, k, v, dout = inputs(torch.float32, device)
+    out, lse = block_forward(q, k, v, None)
+    with pytest.raises(ValueError, match="carry's lse"):
+        block_forward(q, k, v, None, carry=(out, lse[:, :, 1:]))
+    with pytest.raises(ValueError, match="into's out"):
+        block_forward(q, k, v, None, into=(out[:, 1:], lse))
+    with pytest.raises(ValueError, match="q_at and k_at"):
+        block_forward(q, k, v, None, q_at=whole(LENGTH))
+    with pytest.raises(ValueError, match="seed"):
+        block_forward(q, k, v, None, dropout=0.5)
+    with pytest.raises(ValueError, match="dout"):
+        output_delta(dout[:, 1:], out)
+    low = [x.bfloat16() for x in (q, k, v)]
+    with pytest.raises(ValueError, match="dq"):
+        block_backward(dout, *low, lse, lse, None, None, None, *low)

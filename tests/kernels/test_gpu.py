@@ -1,0 +1,126 @@
+"""What only a GPU can show: real tiles, long sequences, wide strides, memory, and that nothing waits for the device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import Mask, attention, block_forward
+from kernels.segments import whole
+
+from .cases import CASES
+from .dense import Case
+from .test_backends import run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: None) -> None:
+    run(case.grown(13), "triton", dtype, "cuda")
+
+
+@pytest.mark.parametrize("width", range(16, 257, 8))
+def test_every_head_dim(width: int, poisoned_memory: None) -> None:
+    run(Case(f"width-{width}", rows=300, width=width, v_width=272 - width, causal=True, heads=(4, 2)), "triton", torch.bfloat16, "cuda")
+
+
+LONG = {
+    "causal-64k-d128": (65536, 128, lambda n: Mask(causal=True)),
+    "full-32k-d64": (32768, 64, lambda n: Mask()),
+    "window-64k-d128": (65536, 128, lambda n: Mask(causal=True, window=4096)),
+    "documents-64k-d64": (65536, 64, lambda n: Mask.from_lengths([20000, 1, 15000, n - 35001], causal=True)),
+    "prefix-16k-d256": (16384, 256, lambda n: Mask(causal=True, prefix=5000)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_against_chunked_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    monkeypatch.setattr("kernels.chunked.Q_CHUNK", 4096)
+    monkeypatch.setattr("kernels.chunked.K_CHUNK", 8192)
+    length, width, make = LONG[name]
+    mask = make(length)
+    q, k, v, dout = (torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, mask, return_lse=True, backend="triton")
+    got = out, lse, *torch.autograd.grad(out, leaves, dout)
+    exact = [x.detach().float().requires_grad_() for x in leaves]
+    ref_out, ref_lse = attention(*exact, mask, return_lse=True, backend="chunked")
+    truth = ref_out, ref_lse, *torch.autograd.grad(ref_out, exact, dout.float())
+    rivals = None
+    if name.startswith(("causal", "full")):
+        low = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=name.startswith("causal"), enable_gqa=True)
+        rivals = low.transpose(1, 2), None, *torch.autograd.grad(low, leaves, dout.transpose(1, 2))
+    for index, label in enumerate(("out", "lse", "dq", "dk", "dv")):
+        ref, value = truth[index].double(), got[index].double()
+        assert not value.isnan().any(), label
+        ratio = (value - ref).square().mean().sqrt() / ref.square().mean().sqrt()
+        assert ratio <= (1e-5 if label == "lse" else 0.005), f"{label}: RMS error is {ratio:.3%}"
+        if rivals and label != "lse":  # the kernel rule, with torch's own bf16 kernel as the measure
+            rounded = ref.bfloat16()
+            step = ((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max()
+            allowed = 2 * (rivals[index].double() - ref).abs().max() + 2 * step
+            assert (value - ref).abs().max() <= allowed, label
+
+
+def test_strides_past_two_to_the_31(poisoned_memory: None) -> None:
+    """300 rows, 8M elements apart: the last one's offset is 2.4e9."""
+    rows, heads, width, step = 300, 2, 64, 8_000_000
+    wide = [torch.empty_strided((1, rows, heads, width), (1, step, width, 1), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    near = [torch.randn(1, rows, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    for far, x in zip(wide, near, strict=True):
+        far.copy_(x)
+    results = []
+    for q, k, v, dout in (wide, near):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, Mask(causal=True), backend="triton")
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    into = wide[3].fill_(float("nan")), torch.empty(1, heads, rows, device="cuda")
+    assert torch.equal(block_forward(*wide[:3], Mask(causal=True), into=into)[0], results[0][0])
+
+
+def test_forward_memory_is_lse_and_little_else() -> None:
+    q, k, v = (torch.randn(1, 65536, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attention(q[:, :256], k[:, :256], v[:, :256], Mask(causal=True))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention(q, k, v, Mask(causal=True))
+    torch.cuda.synchronize()
+    lse = 65536 * 16 * 4
+    assert torch.cuda.max_memory_allocated() - before - out.nbytes <= lse + 64 * 2**20
+
+
+def test_nothing_waits_for_the_device() -> None:
+    q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    sinks = torch.zeros(2, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        documents = torch.zeros(2, 300, dtype=torch.int64)  # on the CPU, as a data loader gives them
+        documents[:, 100:] = 1
+        for mask in (Mask(causal=True, documents=documents, window=50), Mask(causal=True, prefix=torch.tensor([3, 50]))):
+            out = attention(q, k, v, mask, sinks=sinks, dropout=0.1, softcap=20.0)
+            out.sum().backward()
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert q.grad is not None
+
+
+def test_sinks_and_carry_in_bf16() -> None:
+    """One call with a sink equals many blocks that start from the sink as a carry."""
+    q, k, v = (torch.randn(1, 1000, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    sinks = torch.randn(4, device="cuda")
+    expected, expected_lse = attention(q, k, v, Mask(causal=True), sinks=sinks, return_lse=True)
+    carry = None, sinks[None, :, None].expand(1, 4, 1000)
+    for a in range(0, 1000, 250):
+        at = whole(1000), [(a, 1, 250)]
+        carry = block_forward(q, k[:, a : a + 250], v[:, a : a + 250], Mask(causal=True), *at, carry=carry, last=a == 750)
+    torch.testing.assert_close(carry[1], expected_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(carry[0], expected, rtol=1e-2, atol=1e-2)

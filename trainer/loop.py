@@ -1,0 +1,71 @@
+"""The training loop: a batch, its loss, its gradient, a step of the optimizer, and now and then a line about it."""
+
+import math
+import time
+
+import torch
+
+from .cost import training_flops
+from .data import Dataset
+from .model import GPT
+from .optim import adamw, cosine
+
+CLIP = 1.0  # largest norm of the gradient that a step follows as it is
+EVAL_BATCHES = 8
+
+
+def train(
+    model: GPT, data: Dataset, held_out: Dataset, *, steps: int, lr: float, log_every: int = 20, eval_every: int = 100
+) -> list[float]:
+    """Trains the model where it lies and returns the loss of every step."""
+    device = next(model.parameters()).device
+    optimizer = adamw(model)
+    warmup = min(100, max(1, steps // 10))
+    losses: list[torch.Tensor] = []  # left on the device: reading one waits for it
+    num_tokens, flops, clock = 0, 0.0, time.perf_counter()
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate = cosine(step, steps, lr, warmup)
+        batch = data.batch(step - 1)
+        with precision(device):
+            loss_sum, num_valid = model(*batch.to(device))
+        loss = loss_sum / num_valid.clamp(min=1)
+        loss.backward()
+        grad = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        losses.append(loss.detach())
+        num_tokens += batch.tokens.numel()
+        flops += training_flops(model.config, batch.tokens.shape, batch.mask)
+        if step % log_every == 0 or step in (1, steps):
+            value, norm = loss.item(), grad.item()  # waits for the device, so the clock is read after it
+            speed, flops = flops / (time.perf_counter() - clock) / 1e12, 0.0
+            print(
+                f"step {step:{len(str(steps))}}/{steps}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}  "
+                f"{num_tokens / 1000:.0f}k tok  {speed:.3g} TFLOP/s",
+                flush=True,
+            )
+            clock = time.perf_counter()
+        if step % eval_every == 0 or step == steps:
+            loss_held_out = evaluate(model, held_out)
+            print(f"held-out loss {loss_held_out:.3f}, {loss_held_out / math.log(2):.2f} bits per byte", flush=True)
+            clock = time.perf_counter()
+    return torch.stack(losses).tolist()
+
+
+@torch.no_grad()
+def evaluate(model: GPT, data: Dataset) -> float:
+    """The mean loss per label over the same few batches every time: over tokens, not a mean of the batches' means."""
+    device = next(model.parameters()).device
+    total, count = torch.zeros(2, dtype=torch.float64, device=device)
+    for number in range(min(EVAL_BATCHES, len(data))):
+        with precision(device):
+            loss_sum, num_valid = model(*data.batch(number).to(device))
+        total, count = total + loss_sum, count + num_valid
+    return (total / count.clamp(min=1)).item()
+
+
+def precision(device: torch.device) -> torch.autocast:
+    """bf16 products on a GPU, over fp32 weights. CPUs without bf16 units would only lose time by it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
