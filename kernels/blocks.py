@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_block, check_options, check_qkv
+from .checks import check_block, check_columns, check_options, check_qkv
 from .compat import triton_runs_on
 from .mask import Mask
 from .reference import Carry, accumulation_dtype
@@ -151,6 +151,7 @@ def block_backward(
     for name, grad, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if grad.shape != like.shape:
             raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
+        check_columns(name, grad)
         if accumulate and grad.dtype != lse.dtype:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {lse.dtype} (or pass accumulate=False)")
     run = _module(choose_backend(backend, q, v), backward=True)

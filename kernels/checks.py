@@ -96,4 +96,13 @@ def check_block(q: Tensor, v: Tensor, mask: Mask, carry: Carry | None, last: boo
             if x is None and (name, part) == ("carry", "out"):
                 continue
             if x.shape != shape or x.dtype != dtype or x.device != q.device:
-                raise ValueError(f"{name}'s {part} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {q.device}")
+                raise ValueError(
+                    f"{name}'s {part} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {q.device}"
+                )
+    if into is not None:
+        check_columns("into's out", into[0])
+
+
+def check_columns(name: str, written: Tensor) -> None:
+    if written.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {written.stride()}: what a kernel writes needs stride 1 in its last dimension")

@@ -205,6 +205,6 @@ def _document(p: Tensor, starts: Tensor | None, ends: Tensor | None) -> tuple[Te
 def _send(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if tensor is None or tensor.device == device:
         return tensor
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would wait
-    return tensor.to(device)
+    if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        tensor = tensor.pin_memory()  # from pageable memory the copy would wait (and Dynamo cannot trace this)
+    return tensor.to(device, non_blocking=True)

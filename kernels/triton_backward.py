@@ -19,7 +19,9 @@ from .segments import Segment, ascending_runs, num_rows
 from .triton_common import (
     LOG2E,
     Launch,
+    aligned,
     exponents,
+    head_offset,
     keys_of,
     load_tile,
     mask_arguments,
@@ -40,13 +42,13 @@ from .triton_tiles import tiles_for
 @triton.jit
 def attention_backward_dq(
     dout, q, k, v, lse, delta, dq, seed,
-    dout_b, dout_s, dout_h, dout_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
-    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dq_b, dq_s, dq_h, dq_d,
+    dout_b, dout_s, dout_h, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, 
+    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dq_b, dq_s, dq_h, 
     left, right, starts, ends, length, doc_stride, prefix, prefix_stride,
-    q_at, k_at, rows, num_sequences, num_heads, group, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
+    q_at, k_at, rows, num_sequences, num_heads, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0) % num_sequences
     tile = tl.cdiv(rows, BLOCK_M) - 1 - tl.program_id(0) // num_sequences
@@ -74,33 +76,33 @@ def attention_backward_dq(
     begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, TWO_K, BLOCK_N, HEAD)
 
     row_ok = rows_of(row, q_at, starts, ends, length, TWO_Q)
-    q_tile = load_tile(q + b * q_b + h * q_h, row, q_s, columns, q_d, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout + b * dout_b + h * dout_h, row, dout_s, v_columns, dout_d, row_ok, DV, BLOCK_DV)
+    q_tile = load_tile(q + head_offset(b, q_b, h, q_h), row, q_s, columns, row_ok, D, BLOCK_D)
+    dout_tile = load_tile(dout + head_offset(b, dout_b, h, dout_h), row, dout_s, v_columns, row_ok, DV, BLOCK_DV)
     lse_row = tl.load(lse + b * lse_b + h * lse_h + row.to(tl.int64) * lse_s, mask=row_ok, other=0.0) * LOG2E
     delta_row = tl.load(delta + b * delta_b + h * delta_h + row.to(tl.int64) * delta_s, mask=row_ok, other=0.0)
-    k += b * k_b + (h // group) * k_h
-    v += b * v_b + (h // group) * v_h
+    k += head_offset(b, k_b, h // GROUP, k_h)
+    v += head_offset(b, v_b, h // GROUP, v_h)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for i in range(0, full - begin + end - rest):
         at = tl.where(begin + i < full, begin + i, rest + i - (full - begin)) * BLOCK_N
         acc = add_dq(
-            acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns,
+            acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns,
             starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, True, HEAD,
         )  # fmt: skip
     for i in range(full, rest):
         acc = add_dq(
-            acc, q_tile, dout_tile, lse_row, delta_row, k, v, i * BLOCK_N, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns,
+            acc, q_tile, dout_tile, lse_row, delta_row, k, v, i * BLOCK_N, p_q, lo, hi, k_s, v_s, columns, v_columns,
             starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, False, HEAD,
         )  # fmt: skip
-    store_tile(dq + b * dq_b + h * dq_h, acc * scale, row, dq_s, columns, dq_d, row < rows, D, ADD)
+    store_tile(dq + b * dq_b + h * dq_h, acc * scale, row, dq_s, columns, row < rows, D, ADD)
 
 
 @triton.jit
 def add_dq(
-    acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns,
+    acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns,
     starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TWO_K: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
@@ -109,8 +111,8 @@ def add_dq(
     key_ok = None
     if SPLIT:
         key_ok = rows_of(key, k_at, starts, ends, length, TWO_K)
-    k_tile = load_tile(k, key, k_s, columns, k_d, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v, key, v_s, v_columns, v_d, key_ok, DV, BLOCK_DV)
+    k_tile = load_tile(k, key, k_s, columns, key_ok, D, BLOCK_D)
+    v_tile = load_tile(v, key, v_s, v_columns, key_ok, DV, BLOCK_DV)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
@@ -133,13 +135,13 @@ def add_dq(
 @triton.jit
 def attention_backward_dkdv(
     dout, q, k, v, lse, delta, dk, dv, seed,
-    dout_b, dout_s, dout_h, dout_d, q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
-    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dk_b, dk_s, dk_h, dk_d, dv_b, dv_s, dv_h, dv_d,
+    dout_b, dout_s, dout_h, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, 
+    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, 
     left, right, starts, ends, length, doc_stride, prefix, prefix_stride,
-    q_at, k_at, rows, num_sequences, num_heads, group, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
+    q_at, k_at, rows, num_sequences, num_heads, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Everything is transposed: scores are (keys, queries), so that their tiles feed dv and dk as they are."""
     sequence = tl.program_id(0) % num_sequences
@@ -167,44 +169,53 @@ def attention_backward_dkdv(
     begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, TWO_Q, BLOCK_M, HEAD)
 
     key_ok = rows_of(key, k_at, starts, ends, length, TWO_K)
-    k_tile = load_tile(k + b * k_b + kv_head * k_h, key, k_s, columns, k_d, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v + b * v_b + kv_head * v_h, key, v_s, v_columns, v_d, key_ok, DV, BLOCK_DV)
+    k_tile = load_tile(k + head_offset(b, k_b, kv_head, k_h), key, k_s, columns, key_ok, D, BLOCK_D)
+    v_tile = load_tile(v + head_offset(b, v_b, kv_head, v_h), key, v_s, v_columns, key_ok, DV, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     # One flat loop over (head of the group, tile): around a nested one Triton keeps k and v in registers, which then spill.
-    q += b * q_b + kv_head * group * q_h
-    dout += b * dout_b + kv_head * group * dout_h
-    lse += b * lse_b + kv_head * group * lse_h
-    delta += b * delta_b + kv_head * group * delta_h
+    q += head_offset(b, q_b, kv_head * GROUP, q_h)
+    dout += head_offset(b, dout_b, kv_head * GROUP, dout_h)
+    lse += b * lse_b + kv_head * GROUP * lse_h
+    delta += b * delta_b + kv_head * GROUP * delta_h
     num_split = full - begin + end - rest
-    for i in range(0, group * num_split):
-        member, tile_of_member = (i // num_split).to(tl.int64), i % num_split
+    for i in range(0, GROUP * num_split):
+        member, tile_of_member = in_group(i, num_split, GROUP)
         at = tl.where(begin + tile_of_member < full, begin + tile_of_member, rest + tile_of_member - (full - begin)) * BLOCK_M
         dk_acc, dv_acc = add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q + member * q_h, dout + member * dout_h, lse + member * lse_h, delta + member * delta_h,
-            at, p_k, lo, hi, q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
-            scale, softcap, keep_rate, keep_limit, seed, drop_batch, (kv_head * group + member + head_start).to(tl.int32),
+            dk_acc, dv_acc, k_tile, v_tile, q + head_offset(member, q_h, 0, 0), dout + head_offset(member, dout_h, 0, 0), lse + member * lse_h, delta + member * delta_h,
+            at, p_k, lo, hi, q_s, dout_s, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
+            scale, softcap, keep_rate, keep_limit, seed, drop_batch, (kv_head * GROUP + member + head_start).to(tl.int32),
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, True, HEAD,
         )  # fmt: skip
     num_full = rest - full
-    for i in range(0, group * num_full):
-        member = (i // num_full).to(tl.int64)
+    for i in range(0, GROUP * num_full):
+        member, tile_of_member = in_group(i, num_full, GROUP)
         dk_acc, dv_acc = add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q + member * q_h, dout + member * dout_h, lse + member * lse_h, delta + member * delta_h,
-            (full + i % num_full) * BLOCK_M, p_k, lo, hi, q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns,
+            dk_acc, dv_acc, k_tile, v_tile, q + head_offset(member, q_h, 0, 0), dout + head_offset(member, dout_h, 0, 0), lse + member * lse_h, delta + member * delta_h,
+            (full + tile_of_member) * BLOCK_M, p_k, lo, hi, q_s, dout_s, lse_s, delta_s, columns, v_columns,
             starts, ends, length, q_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch,
-            (kv_head * group + member + head_start).to(tl.int32),
+            (kv_head * GROUP + member + head_start).to(tl.int32),
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, False, HEAD,
         )  # fmt: skip
-    store_tile(dk + b * dk_b + kv_head * dk_h, dk_acc * scale, key, dk_s, columns, dk_d, key < rows, D, ADD)
-    store_tile(dv + b * dv_b + kv_head * dv_h, dv_acc, key, dv_s, v_columns, dv_d, key < rows, DV, ADD)
+    store_tile(dk + b * dk_b + kv_head * dk_h, dk_acc * scale, key, dk_s, columns, key < rows, D, ADD)
+    store_tile(dv + b * dv_b + kv_head * dv_h, dv_acc, key, dv_s, v_columns, key < rows, DV, ADD)
+
+
+@triton.jit
+def in_group(i, num_tiles, GROUP: tl.constexpr):
+    """Step i of the flat loop → (head of the group, tile)."""
+    if GROUP == 1:
+        return tl.zeros_like(i).to(tl.int64), i
+    else:
+        return (i // num_tiles).to(tl.int64), i % num_tiles
 
 
 @triton.jit
 def add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, at, p_k, lo, hi,
-    q_s, q_d, dout_s, dout_d, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
+    q_s, dout_s, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
     scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TWO_Q: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
@@ -218,8 +229,8 @@ def add_dkdv(
     else:
         lse_row = tl.load(lse + row.to(tl.int64) * lse_s) * LOG2E
         delta_row = tl.load(delta + row.to(tl.int64) * delta_s)
-    q_tile = load_tile(q, row, q_s, columns, q_d, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout, row, dout_s, v_columns, dout_d, row_ok, DV, BLOCK_DV)
+    q_tile = load_tile(q, row, q_s, columns, row_ok, D, BLOCK_D)
+    dout_tile = load_tile(dout, row, dout_s, v_columns, row_ok, DV, BLOCK_DV)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
@@ -244,25 +255,26 @@ def add_dkdv(
 
 
 @triton.jit
-def row_products(dout, out, delta, dout_b, dout_s, dout_h, dout_d, out_b, out_s, out_h, out_d, rows, num_heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def row_products(dout, out, delta, dout_b, dout_s, dout_h, out_b, out_s, out_h, rows, num_heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """delta[b, h, s] = rowsum(dout · out) in fp32, without an fp32 copy of either."""
     b = (tl.program_id(0) // tl.cdiv(rows, BLOCK_M) // num_heads).to(tl.int64)
     h = (tl.program_id(0) // tl.cdiv(rows, BLOCK_M) % num_heads).to(tl.int64)
     row = tl.program_id(0) % tl.cdiv(rows, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_DV)
-    a = load_tile(dout + b * dout_b + h * dout_h, row, dout_s, columns, dout_d, row < rows, DV, BLOCK_DV)
-    c = load_tile(out + b * out_b + h * out_h, row, out_s, columns, out_d, row < rows, DV, BLOCK_DV)
+    a = load_tile(dout + head_offset(b, dout_b, h, dout_h), row, dout_s, columns, row < rows, DV, BLOCK_DV)
+    c = load_tile(out + head_offset(b, out_b, h, out_h), row, out_s, columns, row < rows, DV, BLOCK_DV)
     total = tl.sum(a.to(tl.float32) * c.to(tl.float32), 1)
     tl.store(delta + (b * num_heads + h) * rows + row, total, mask=row < rows)
 
 
 def output_delta(dout: Tensor, out: Tensor) -> Tensor:
+    dout, out = aligned(dout), aligned(out)
     batch, rows, heads, width = out.shape
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     if delta.numel():
         block = 64
         row_products[(batch * heads * -(-rows // block),)](
-            dout, out, delta, *dout.stride(), *out.stride(), rows, heads, width, triton.next_power_of_2(width), block
+            dout, out, delta, *dout.stride()[:3], *out.stride()[:3], rows, heads, width, triton.next_power_of_2(width), block
         )
     return delta
 
@@ -288,6 +300,7 @@ def block_backward(
     seed: Tensor | None = None,
     accumulate: bool = True,
 ) -> None:
+    dout, q, k, v = (aligned(x) for x in (dout, q, k, v))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
     for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, options, accumulate):
         call()
@@ -352,7 +365,7 @@ def _launches(
         **strides("dout", dout), **strides("q", q), **strides("k", k), **strides("v", v),
         **strides("lse", lse, "bhs"), **strides("delta", delta, "bhs"),
         **mask_arguments(mask, q.device), **options, q_at=q_segments, k_at=k_segments,
-        group=heads // kv_heads, D=width, DV=v.shape[-1], TWO_Q=two_q, TWO_K=two_k, ADD=add,
+        GROUP=heads // kv_heads, D=width, DV=v.shape[-1], TWO_Q=two_q, TWO_K=two_k, ADD=add,
     )  # fmt: skip
     tiles = tiles_for("dq", q, v, extras)
     own = dict(dq=dq, **strides("dq", dq), rows=q_rows, num_sequences=batch * heads, num_heads=heads)

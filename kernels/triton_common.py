@@ -19,6 +19,7 @@ from .segments import Segment
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EVERYWHERE: tl.constexpr = tl.constexpr(2**30)  # above every position, and positions can still be added to it
+ALIGN: tl.constexpr = tl.constexpr(8)  # elements: what `aligned` makes sure of
 NOWHERE: tl.constexpr = tl.constexpr(-(2**30))
 
 
@@ -119,9 +120,15 @@ def tile_range(first_lo, last_lo, first_hi, last_hi, at, TWO: tl.constexpr, BLOC
 
 
 @triton.jit
-def load_tile(ptr, rows, row_stride, columns, column_stride, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def head_offset(b, b_stride, h, h_stride):
+    """Where a head begins. The hint (see `aligned`) is what lets loads be 16 bytes wide: Triton sees only multiples of 16."""
+    return tl.multiple_of(b * b_stride + h * h_stride, ALIGN)
+
+
+@triton.jit
+def load_tile(ptr, rows, row_stride, columns, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """(rows, BLOCK) from memory; row_ok None if every row exists. Offsets are 64 bits wide: strides may pass 2**31."""
-    at = ptr + rows.to(tl.int64)[:, None] * row_stride + columns[None, :] * column_stride
+    at = ptr + tl.multiple_of(rows.to(tl.int64) * row_stride, ALIGN)[:, None] + columns[None, :]
     if WIDTH != BLOCK:
         if row_ok is not None:
             return tl.load(at, mask=row_ok[:, None] & (columns < WIDTH)[None, :], other=0.0)
@@ -135,8 +142,8 @@ def load_tile(ptr, rows, row_stride, columns, column_stride, row_ok, WIDTH: tl.c
 
 
 @triton.jit
-def store_tile(ptr, value, rows, row_stride, columns, column_stride, row_ok, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    at = ptr + rows.to(tl.int64)[:, None] * row_stride + columns[None, :] * column_stride
+def store_tile(ptr, value, rows, row_stride, columns, row_ok, WIDTH: tl.constexpr, ADD: tl.constexpr):
+    at = ptr + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     ok = row_ok[:, None] & (columns < WIDTH)[None, :]
     if ADD:
         value += tl.load(at, mask=ok, other=0.0)
@@ -220,8 +227,20 @@ def batch_stride(tensor: Tensor, dims: int) -> int:
     return tensor.stride(0) if tensor.ndim == dims and tensor.shape[0] > 1 else 0
 
 
-def strides(name: str, tensor: Tensor | None, axes: str = "bshd") -> dict[str, int | None]:
+def strides(name: str, tensor: Tensor | None, axes: str = "bsh") -> dict[str, int | None]:
+    """Of all dimensions but the last of (B, S, H, D), whose stride is 1."""
     return {f"{name}_{axis}": None if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with consecutive columns, and rows that begin at multiples of 8 elements and of 16 bytes.
+
+    Triton knows of a stride only whether it is a multiple of 16, so kernels are told of the 8. Otherwise they would load
+    element by element, which is slow, and which Triton 3.6 gets wrong on sm_90 (seen with D 248, Dv 24).
+    """
+    even = all(stride % ALIGN.value == 0 for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)
+    whole = tensor.stride(-1) == 1 and even and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def quads(k_at: list[Segment], block: int) -> bool:

@@ -21,7 +21,9 @@ from .triton_common import (
     LN2,
     LOG2E,
     Launch,
+    aligned,
     exponents,
+    head_offset,
     keys_of,
     load_tile,
     mask_arguments,
@@ -41,8 +43,8 @@ from .triton_tiles import tiles_for
 @triton.jit
 def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse, seed,
-    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
-    carry_out_b, carry_out_s, carry_out_h, carry_out_d, carry_lse_b, carry_lse_h, carry_lse_s,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, out_b, out_s, out_h, lse_b, lse_h, lse_s,
+    carry_out_b, carry_out_s, carry_out_h, carry_lse_b, carry_lse_h, carry_lse_s,
     left, right, starts, ends, length, doc_stride, prefix, prefix_stride,
     q_at, k_at, rows, num_sequences, num_heads, group, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -85,25 +87,25 @@ def attention_forward(
         carry_lse += b * carry_lse_b + h * carry_lse_h
         before = tl.load(carry_lse + row.to(tl.int64) * carry_lse_s, mask=row_ok, other=float("-inf"))
     if carry_out is not None:
-        carry_out += b * carry_out_b + h * carry_out_h
-        acc = load_tile(carry_out, row, carry_out_s, v_columns, carry_out_d, row_ok, DV, BLOCK_DV)
+        carry_out += head_offset(b, carry_out_b, h, carry_out_h)
+        acc = load_tile(carry_out, row, carry_out_s, v_columns, row_ok, DV, BLOCK_DV)
     m = before * LOG2E
     total = tl.where(before == float("-inf"), 0.0, 1.0)
 
-    q_tile = load_tile(q + b * q_b + h * q_h, row, q_s, columns, q_d, row_ok, D, BLOCK_D)
-    k += b * k_b + (h // group) * k_h
-    v += b * v_b + (h // group) * v_h
+    q_tile = load_tile(q + head_offset(b, q_b, h, q_h), row, q_s, columns, row_ok, D, BLOCK_D)
+    k += head_offset(b, k_b, h // group, k_h)
+    v += head_offset(b, v_b, h // group, v_h)
 
     for i in range(0, num_split):
         at = tl.where(begin + i < full, begin + i, rest + i - (full - begin)) * BLOCK_N
         acc, m, total = attend(
-            acc, m, total, q_tile, k, v, at, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns, starts, ends, length, k_at,
+            acc, m, total, q_tile, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns, starts, ends, length, k_at,
             scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, True, HEAD,
         )  # fmt: skip
     for i in range(full, rest):
         acc, m, total = attend(
-            acc, m, total, q_tile, k, v, i * BLOCK_N, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns, starts, ends, length, k_at,
+            acc, m, total, q_tile, k, v, i * BLOCK_N, p_q, lo, hi, k_s, v_s, columns, v_columns, starts, ends, length, k_at,
             scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, False, HEAD,
         )  # fmt: skip
@@ -115,12 +117,12 @@ def attention_forward(
     stats = tl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + tl.log(divisor))
     stats = tl.where(empty, float("-inf"), stats)
     tl.store(lse + row.to(tl.int64) * lse_s, stats, mask=row < rows)
-    store_tile(out + b * out_b + h * out_h, acc, row, out_s, v_columns, out_d, row < rows, DV, False)
+    store_tile(out + head_offset(b, out_b, h, out_h), acc, row, out_s, v_columns, row < rows, DV, False)
 
 
 @triton.jit
 def attend(
-    acc, m, total, q_tile, k, v, at, p_q, lo, hi, k_s, k_d, v_s, v_d, columns, v_columns, starts, ends, length, k_at,
+    acc, m, total, q_tile, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns, starts, ends, length, k_at,
     scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TWO_K: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
@@ -130,7 +132,7 @@ def attend(
     key_ok = None
     if SPLIT:
         key_ok = rows_of(key, k_at, starts, ends, length, TWO_K)
-    k_tile = load_tile(k, key, k_s, columns, k_d, key_ok, D, BLOCK_D)
+    k_tile = load_tile(k, key, k_s, columns, key_ok, D, BLOCK_D)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p_k = position(key, k_at, TWO_K)
@@ -149,7 +151,7 @@ def attend(
     if keep_limit is not None:
         keep = keep_tile(seed, keep_limit, drop_batch, drop_head, p_q[:, None], p_k[None, :], QUADS)
         p = tl.where(keep, p / keep_rate, 0.0)
-    v_tile = load_tile(v, key, v_s, v_columns, v_d, key_ok, DV, BLOCK_DV)
+    v_tile = load_tile(v, key, v_s, v_columns, key_ok, DV, BLOCK_DV)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
     return acc, m_new, total
 
@@ -174,6 +176,9 @@ def block_forward(
     out, lse = into or new_outputs(q, v, last)
     if out.numel() == 0 and lse.numel() == 0:
         return out, lse
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    if carry is not None and carry[0] is not None:
+        carry = aligned(carry[0]), carry[1]
     options = option_arguments(head_start, scale, softcap, dropout, seed)
     for call in forward_launches(q, k, v, mask, q_at, k_at, carry, out, lse, options):
         call()

@@ -9,6 +9,7 @@ Which sequences make a batch depends on the seed and the number of the step, and
 that goes on from step n needs to know n, no more.
 """
 
+import functools
 import glob
 import sysconfig
 import zlib
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels import Mask
 
@@ -33,7 +35,7 @@ def default_text() -> str:
 def read_documents(pattern: str) -> list[bytes]:
     """The files that a glob pattern names, `**` included: in an order that does not depend on the machine, and each once.
 
-    A text that were there twice could be trained on and held out.
+    What stood there twice could be trained on and held out.
     """
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     documents = list(dict.fromkeys(text for text in (path.read_bytes() for path in paths) if text))
@@ -81,7 +83,7 @@ def pack(documents: list[bytes], length: int) -> Sequences:
     labels[lengths.cumsum(0) - 1] = NO_LABEL
     ids = torch.repeat_interleave(torch.arange(len(documents), dtype=torch.int32), lengths)
     fill = (0, -len(tokens) % length)
-    padded = (torch.nn.functional.pad(x, fill, value=v) for x, v in ((tokens, 0), (labels, NO_LABEL), (ids, PADDING)))
+    padded = (F.pad(x, fill, value=v) for x, v in ((tokens, 0), (labels, NO_LABEL), (ids, PADDING)))
     return Sequences(*(x.view(-1, length) for x in padded))
 
 
@@ -92,8 +94,9 @@ class Dataset:
         for name, value in (("length", length), ("batch", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
-        order = _order(len(documents), seed, epoch=-1)  # which documents share a sequence
-        self.sequences = pack([documents[i] for i in order], length)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed}: it must be at least 0 and below 2**32")
+        self.sequences = pack([documents[i] for i in _order(len(documents), seed, epoch=-1)], length)
         self.batch_size = batch_size
         self.seed = seed
 
@@ -102,10 +105,8 @@ class Dataset:
         return -(-len(self.sequences.tokens) // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        num = len(self.sequences.tokens)
-        count = range(step * self.batch_size, (step + 1) * self.batch_size)
-        orders = {epoch: _order(num, self.seed, epoch) for epoch in {i // num for i in count}}
-        rows = torch.tensor([orders[i // num][i % num] for i in count])
+        num, first = len(self.sequences.tokens), step * self.batch_size
+        rows = torch.stack([_order(num, self.seed, i // num)[i % num] for i in range(first, first + self.batch_size)])
         tokens, labels, documents = (x[rows] for x in self.sequences)
         mask = Mask(causal=True, documents=documents)
         starts = mask.bounds().starts
@@ -119,7 +120,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would wait for the GPU
 
 
-def _order(num: int, seed: int, epoch: int) -> list[int]:
-    # Two numbers in one seed: 2^20 epochs are more than anyone trains, and -1 stays apart from the epochs of other seeds.
-    generator = torch.Generator().manual_seed((seed << 20) + epoch + 1)
-    return torch.randperm(num, generator=generator).tolist()
+@functools.lru_cache(maxsize=8)  # a batch asks once for each of its sequences
+def _order(num: int, seed: int, epoch: int) -> Tensor:
+    """A permutation. Epoch -1 is the order in which documents are packed."""
+    # One number from two: 2^20 epochs are more than anyone trains, so no two seeds share an order.
+    return torch.randperm(num, generator=torch.Generator().manual_seed((seed << 20) + epoch + 1))

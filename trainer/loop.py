@@ -8,24 +8,23 @@ import torch
 from .cost import training_flops
 from .data import Dataset
 from .model import GPT
-from .optim import adamw, cosine
+from .optim import Cosine, adamw
 
 CLIP = 1.0  # largest norm of the gradient that a step follows as it is
 EVAL_BATCHES = 8
 
 
 def train(
-    model: GPT, data: Dataset, held_out: Dataset, *, steps: int, lr: float, log_every: int = 20, eval_every: int = 100
+    model: GPT, data: Dataset, held_out: Dataset, schedule: Cosine, log_every: int = 20, eval_every: int = 100
 ) -> list[float]:
     """Trains the model where it lies and returns the loss of every step."""
-    device = next(model.parameters()).device
+    device, steps = next(model.parameters()).device, schedule.steps
     optimizer = adamw(model)
-    warmup = min(100, max(1, steps // 10))
     losses: list[torch.Tensor] = []  # left on the device: reading one waits for it
     num_tokens, flops, clock = 0, 0.0, time.perf_counter()
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = rate = cosine(step, steps, lr, warmup)
+            group["lr"] = rate = schedule(step)
         batch = data.batch(step - 1)
         with precision(device):
             loss_sum, num_valid = model(*batch.to(device))
@@ -43,7 +42,7 @@ def train(
             speed, flops = flops / (time.perf_counter() - clock) / 1e12, 0.0
             print(
                 f"step {step:{len(str(steps))}}/{steps}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}  "
-                f"{num_tokens / 1000:.0f}k tok  {speed:.3g} TFLOP/s",
+                f"{num_tokens / 1000:.0f}k tok  {speed:.2f} TFLOP/s",
                 flush=True,
             )
             clock = time.perf_counter()

@@ -31,11 +31,11 @@ class GPTConfig:
 
     vocabulary: int = 256
     layers: int = 4
-    dim: int = 192
-    heads: int = 4
-    kv_heads: int = 2
+    dim: int = 128
+    heads: int = 2
+    kv_heads: int = 1
     head_dim: int = 64  # heads · head_dim need not be dim
-    mlp_dim: int = 576
+    mlp_dim: int = 384
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = True  # the head's weight is the embedding's

@@ -1,9 +1,34 @@
 """AdamW, and a learning rate that is a function of the step, so that there is no scheduler whose state could be lost."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+WARMUP, MAX_WARMUP = 0.1, 1000  # share of the steps, and never more than so many: by then AdamW's averages have settled
+FLOOR = 0.1  # share of the peak that is left at the end
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The learning rate of each step, counted from 1: a line up to the peak, then half a cosine down to a tenth of it."""
+
+    steps: int
+    peak: float
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: it must be at least 1")
+        if not 0 < self.peak < math.inf:  # NaN fails too
+            raise ValueError(f"lr={self.peak}: it must be a number above 0, such as 1e-3")
+
+    def __call__(self, step: int) -> float:
+        warmup = min(MAX_WARMUP, math.ceil(WARMUP * self.steps))
+        if step <= warmup:
+            return self.peak * step / warmup
+        done = (step - warmup) / (self.steps - warmup)
+        return self.peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def adamw(model: nn.Module, weight_decay: float = 0.1) -> torch.optim.AdamW:
@@ -14,11 +39,3 @@ def adamw(model: nn.Module, weight_decay: float = 0.1) -> torch.optim.AdamW:
         dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-
-
-def cosine(step: int, steps: int, peak: float, warmup: int, floor: float = 0.1) -> float:
-    """Up in a line over the warmup, then down half a cosine to floor · peak at the last step. Steps count from 1."""
-    if step <= warmup:
-        return peak * step / warmup
-    done = (step - warmup) / max(steps - warmup, 1)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))

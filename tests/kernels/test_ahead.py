@@ -21,6 +21,7 @@ NAMED = [
 MAY_SPILL = {
     "sm_90/d64-causal/attention_forward": 64,
     "sm_90/d64-causal/attention_backward_dq": 16,
+    "sm_90/d128-causal/attention_forward": 16,
     "sm_90/d128-causal/attention_backward_dkdv": 64,
     "sm_90/d256-causal/attention_backward_dq": 192,
     "sm_90/d256-causal/attention_backward_dkdv": 192,
@@ -29,7 +30,7 @@ MAY_SPILL = {
     "sm_90/d128-fp32/attention_backward_dq": 32,
     "sm_90/d128-fp32/attention_backward_dkdv": 32,
     "sm_90/d128-ring/attention_forward": 128,
-    "sm_90/d128-ring/attention_backward_dkdv": 256,
+    "sm_90/d128-ring/attention_backward_dkdv": 384,
     "sm_90/d128-softcap/attention_backward_dkdv": 64,
     "sm_90/d128-dropout/attention_backward_dq": 32,
     "sm_90/d128-dropout/attention_backward_dkdv": 64,
