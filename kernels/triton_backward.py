@@ -207,7 +207,7 @@ def attention_backward_dkdv(
 def in_group(i, num_tiles, GROUP: tl.constexpr):
     """Step i of the flat loop → (head of the group, tile)."""
     if GROUP == 1:
-        return tl.zeros_like(i).to(tl.int64), i
+        return 0, i
     else:
         return (i // num_tiles).to(tl.int64), i % num_tiles
 

@@ -1,9 +1,9 @@
 """Text as bytes, packed into sequences: files in, batches out, nothing to download.
 
-A file is a document and a byte is a token. Documents stand one after another in a stream; each token's label is the next
-token of its document, and a document's last token has none. Only then is the stream cut into sequences, so the last token
-of a sequence keeps its label though that token stands in the next one. A document that was cut goes on as a document of
-its own: attention sees nothing of the earlier sequence, and its positions start at 0.
+A file is a document and a byte is a token. Documents stand one after another in a stream; a token's label is the next
+token of its document, and a document's last token has none. Only then is the stream cut into sequences, so the last
+token of a sequence has a label although what it foretells stands in the next one. What is left of a document that was cut
+goes on as a document of its own: attention sees nothing of the sequence before, and positions start at 0.
 
 Which sequences make a batch depends on the seed and the number of the step, and on nothing that was drawn before: a run
 that goes on from step n needs to know n, no more.
@@ -11,7 +11,6 @@ that goes on from step n needs to know n, no more.
 
 import functools
 import glob
-import sysconfig
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -27,28 +26,26 @@ NO_LABEL = -100
 PADDING = -1  # a document id: sees and is seen by nothing
 
 
-def default_text() -> str:
-    """Python's own library: text that every machine has on which this program runs."""
-    return glob.escape(sysconfig.get_path("stdlib")) + "/*.py"
-
-
 def read_documents(pattern: str) -> list[bytes]:
-    """The files that a glob pattern names, `**` included: in an order that does not depend on the machine, and each once.
+    """The files that a glob pattern names, in an order that does not depend on the machine.
 
-    What stood there twice could be trained on and held out.
+    The same text under two names counts once: it could otherwise be trained on and held out.
     """
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     documents = list(dict.fromkeys(text for text in (path.read_bytes() for path in paths) if text))
     if len(documents) < 2:
         raise ValueError(
-            f"text {pattern!r} names {len(documents)} different files that hold anything: it takes at least 2, one to train "
-            "on and one to hold out. Give a pattern in quotes, such as 'docs/**/*.md'"
+            f"text={pattern!r} names {len(documents)} different files that are not empty; it takes at least 2, one to "
+            "train on and one to hold out: give a glob pattern in quotes, such as 'docs/**/*.md'"
         )
     return documents
 
 
 def split(documents: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """One document in twenty is held out, at least one. Their contents decide which, so every seed holds out the same."""
+    """What to train on and what to hold out: one document in twenty, at least one.
+
+    Their contents decide which, so every seed holds out the same.
+    """
     ranked = sorted(documents, key=lambda text: (zlib.crc32(text), text))
     num_held_out = max(1, len(ranked) // 20)
     return ranked[num_held_out:], ranked[:num_held_out]

@@ -9,10 +9,10 @@ from .model import GPT
 
 @torch.inference_mode()
 def generate(model: GPT, prompt: bytes, num_bytes: int, context: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """The prompt, continued. The same seed gives the same text.
+    """How the prompt goes on. The same seed gives the same text.
 
-    Every byte runs the whole context again: no cache of keys, since a sample at the end of a run takes seconds without one.
-    The model sees the last `context` bytes, because positions it was never trained on would be noise to it.
+    The model sees the last `context` bytes, because positions that it was never trained on would be noise to it. Each byte
+    runs all of them again: a sample at the end of a run is too short for a cache of keys to pay.
     """
     if not prompt:
         raise ValueError("prompt is empty: the first byte is predicted from one before it, so give at least one byte")
@@ -24,4 +24,4 @@ def generate(model: GPT, prompt: bytes, num_bytes: int, context: int, temperatur
         logits = model.logits(seen, Mask(causal=True), torch.arange(seen.shape[1], device=device))[0, -1]
         weights = (logits.float() / temperature).softmax(-1).cpu()
         text.append(int(torch.multinomial(weights, 1, generator=generator)))
-    return bytes(text)
+    return bytes(text[len(prompt) :])

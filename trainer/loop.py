@@ -1,6 +1,7 @@
 """The training loop: a batch, its loss, its gradient, a step of the optimizer, and now and then a line about it."""
 
 import math
+import os
 import time
 
 import torch
@@ -68,3 +69,13 @@ def evaluate(model: GPT, data: Dataset) -> float:
 def precision(device: torch.device) -> torch.autocast:
     """bf16 products on a GPU, over fp32 weights. CPUs without bf16 units would only lose time by it."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def choose_device(name: str) -> torch.device:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("this trainer is one process, and each rank would train alone: start it without torchrun")
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name!r}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch finds no GPU: use cpu, or a torch that is built for this GPU")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -4,11 +4,11 @@
     each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     loss_sum, num_valid = cross-entropy of head(norm(hidden)) against labels
 
-It is the Llama family's: RMSNorm, rotary positions, query heads that share key heads (GQA), SwiGLU, no biases. `attention` is
-an argument with the signature of `kernels.attention`: one that spans ranks fits as well, since everything else here treats
-each token alone. Whoever cuts the sequence knows where each token stands, so positions are an argument too; they restart
-with each document. The loss is inside the forward of the module that owns the head's weight, so that the logits never exist,
-and so that whatever gathers a module's weights for its forward has gathered the head.
+It is the Llama family's: RMSNorm, rotary positions, query heads that share key heads (GQA), SwiGLU, no biases.
+`attention` is an argument with the signature of `kernels.attention`; one that spans ranks fits as well, since all else here
+treats each token alone. Positions are an argument because only whoever cut the sequence knows where a token stands; they
+restart with each document. The loss is inside the forward of the module that owns the head's weight, so that the logits
+need never exist, and so that whatever gathers weights for a module's forward has gathered the head.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,13 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, (B or 1, S, 1, head_dim / 2)
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. The defaults learn something within a minute on a laptop's CPU."""
-
-    vocabulary: int = 256
-    layers: int = 4
-    dim: int = 128
-    heads: int = 2
-    kv_heads: int = 1
+    vocabulary: int
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    mlp_dim: int
     head_dim: int = 64  # heads · head_dim need not be dim
-    mlp_dim: int = 384
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = True  # the head's weight is the embedding's
@@ -70,7 +68,10 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor, mask: Mask, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the losses over labels != -100, and their number. tokens and labels (B, S), positions (S,) or (B, S)."""
+        """The sum of the losses over labels != -100, and their number.
+
+        tokens and labels are (B, S), positions (S,) or (B, S).
+        """
         return linear_cross_entropy(self.hidden(tokens, mask, positions), self.head.weight, labels)
 
     def logits(self, tokens: Tensor, mask: Mask, positions: Tensor) -> Tensor:
@@ -120,7 +121,9 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))  # (B, S, H, D)
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
+        )  # (B, S, H, D)
         out = self.attention(rotate(q, rotation), rotate(k, rotation), v, mask=mask)
         return self.o(out.flatten(-2))
 

@@ -1,4 +1,4 @@
-"""AdamW, and a learning rate that is a function of the step, so that there is no scheduler whose state could be lost."""
+"""AdamW, and a learning rate that is a function of the step: no scheduler, whose state could be lost."""
 
 import math
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-WARMUP, MAX_WARMUP = 0.1, 1000  # share of the steps, and never more than so many: by then AdamW's averages have settled
-FLOOR = 0.1  # share of the peak that is left at the end
+WARMUP, MAX_WARMUP = 0.1, 1000  # a tenth of the steps, and at most so many: AdamW's averages know no more by then
+FLOOR = 0.1  # of the peak, at the last step
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """The learning rate of each step, counted from 1: a line up to the peak, then half a cosine down to a tenth of it."""
+    """The learning rate of each step, counted from 1: straight up to the peak, then down half a cosine to a tenth."""
 
     steps: int
     peak: float
