@@ -89,7 +89,7 @@ def attention_forward(
 
 
 @attention_forward.register_fake
-def _(q, k, v, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):  # noqa: ANN001, ANN202
+def _(q, k, v, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[-1])), lse
@@ -125,7 +125,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):  # noqa: ANN001, ANN202
+def _(dout, dlse, q, k, v, out, lse, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *grads, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
@@ -136,13 +136,13 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _save(ctx, inputs, output):  # noqa: ANN001, ANN202
+def _save(ctx, inputs, output):
     q, k, v, ctx.left, ctx.right, starts, ends, prefix, sinks, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, starts, ends, prefix, sinks, seed)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dout, dlse):  # noqa: ANN001, ANN202
+def _differentiate(ctx, dout, dlse):
     q, k, v, out, lse, starts, ends, prefix, sinks, seed = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     mask = ctx.left, ctx.right, starts, ends, prefix

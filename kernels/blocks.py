@@ -155,9 +155,7 @@ def block_backward(
         if accumulate and grad.dtype != lse.dtype:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {lse.dtype} (or pass accumulate=False)")
     run = _module(choose_backend(backend, q, v), backward=True)
-    run.block_backward(
-        dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options
-    )
+    run.block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options)
 
 
 def _place(
@@ -170,9 +168,7 @@ def _place(
     return mask or Mask(), check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
 
 
-def block_options(
-    q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None
-) -> dict[str, Any]:
+def block_options(q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None) -> dict[str, Any]:
     """The options as backends take them: checked, a scale, and a seed that lives where q does."""
     check_options(q, scale, softcap, dropout, seed)
     if dropout and isinstance(seed, int):

@@ -79,7 +79,9 @@ def check_options(q: Tensor, scale: float | None, softcap: float, dropout: float
 
 def check_sinks(q: Tensor, sinks: Tensor) -> None:
     if not sinks.is_floating_point() or sinks.shape != (q.shape[2],):
-        raise ValueError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}; they must be floats of shape ({q.shape[2]},), one a query head")
+        raise ValueError(
+            f"sinks are {sinks.dtype} {tuple(sinks.shape)}; they must be floats of shape ({q.shape[2]},), one a query head"
+        )
     if sinks.device != q.device:
         raise ValueError(f"sinks are on {sinks.device}, but q is on {q.device}: move them with .to(device)")
 

@@ -20,7 +20,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 
 
 def chip(device: torch.device) -> str:
-    """"sm_90", "gfx942", … or "interpreter"; RINGSPAN_CHIP names a chip to compile for without having it."""
+    """ "sm_90", "gfx942", … or "interpreter"; RINGSPAN_CHIP names a chip to compile for without having it."""
     if INTERPRETED:
         return "interpreter"
     return os.environ.get("RINGSPAN_CHIP") or _chip(device.index or 0)

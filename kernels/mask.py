@@ -58,9 +58,7 @@ class Mask:
         self._elsewhere: dict[torch.device, Bounds] = {}
 
     @classmethod
-    def from_lengths(
-        cls, lengths: Sequence[int], causal: bool = False, window: int | tuple[int, int] | None = None
-    ) -> "Mask":
+    def from_lengths(cls, lengths: Sequence[int], causal: bool = False, window: int | tuple[int, int] | None = None) -> "Mask":
         """Documents packed one after another, given by their lengths: `Mask.from_lengths([512, 3584], causal=True)`."""
         counts = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         if counts.ndim != 1 or (counts < 0).any():

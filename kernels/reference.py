@@ -130,7 +130,9 @@ class Tile:
         out = acc / torch.where(total == 0, 1, total).permute(0, 3, 1, 2)[..., None]
         return out.flatten(2, 3), (m + torch.log(total)).flatten(1, 2)
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         s, slope = self._scores(q, k)
         lse = self._group(torch.where(lse == -INF, 0, lse), k)  # rows that saw nothing: p = exp(-inf) = 0
         p = torch.exp(s - lse[..., None])

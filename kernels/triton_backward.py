@@ -7,6 +7,7 @@ dq needs no fp32 buffer that every tile of keys reads and writes again. Masks ar
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -14,26 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from .mask import Mask
-from .philox import keep_tile
 from .segments import Segment, ascending_runs, num_rows
 from .triton_common import (
     LOG2E,
     Launch,
     aligned,
+    at_argument,
     exponents,
     head_offset,
+    kept,
     keys_of,
+    load_rows,
     load_tile,
-    mask_arguments,
+    mask_argument,
     option_arguments,
     position,
     quads,
     queries_of,
     row_count,
     rows_of,
-    segment_arguments,
+    split_tile,
     store_tile,
-    strides,
     tile_range,
 )
 from .triton_tiles import tiles_for
@@ -41,86 +43,65 @@ from .triton_tiles import tiles_for
 
 @triton.jit
 def attention_backward_dq(
-    dout, q, k, v, lse, delta, dq, seed,
-    dout_b, dout_s, dout_h, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, 
-    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dq_b, dq_s, dq_h, 
-    left, right, starts, ends, length, doc_stride, prefix, prefix_stride,
-    q_at, k_at, rows, num_sequences, num_heads, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
+    dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
+    mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0) % num_sequences
     tile = tl.cdiv(rows, BLOCK_M) - 1 - tl.program_id(0) // num_sequences
     b, h = (sequence // num_heads).to(tl.int64), (sequence % num_heads).to(tl.int64)
-    n = row_count(q_at, TWO_Q)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns, v_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    if starts is not None:
-        starts += b * doc_stride
-        ends += b * doc_stride
-    if prefix is not None:
-        prefix += b * prefix_stride
-    if keep_limit is not None:
-        seed = tl.load(seed + b * seed_stride)
-    drop_batch = tl.where(seed_stride == 0, b, 0).to(tl.int32) if seed_stride is not None else 0
-    drop_head = (h + head_start).to(tl.int32)
 
-    p_q = position(row, q_at, TWO_Q)
-    lo, hi = keys_of(p_q, left, right, starts, ends, length, prefix)
-    first = position(tile * BLOCK_M, q_at, TWO_Q)
-    last = position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at, TWO_Q)
-    first_lo, first_hi = keys_of(first, left, right, starts, ends, length, prefix)
-    last_lo, last_hi = keys_of(last, left, right, starts, ends, length, prefix)
-    HEAD: tl.constexpr = left is not None or starts is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, TWO_K, BLOCK_N, HEAD)
+    p_q = position(row, q_at)
+    lo, hi = keys_of(p_q, mask, b)
+    first_lo, first_hi = keys_of(position(tile * BLOCK_M, q_at), mask, b)
+    last_lo, last_hi = keys_of(position(tl.minimum(tile * BLOCK_M + BLOCK_M, row_count(q_at)) - 1, q_at), mask, b)
+    HEAD: tl.constexpr = mask[0] is not None or mask[2] is not None
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
 
-    row_ok = rows_of(row, q_at, starts, ends, length, TWO_Q)
-    q_tile = load_tile(q + head_offset(b, q_b, h, q_h), row, q_s, columns, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout + head_offset(b, dout_b, h, dout_h), row, dout_s, v_columns, row_ok, DV, BLOCK_DV)
-    lse_row = tl.load(lse + b * lse_b + h * lse_h + row.to(tl.int64) * lse_s, mask=row_ok, other=0.0) * LOG2E
-    delta_row = tl.load(delta + b * delta_b + h * delta_h + row.to(tl.int64) * delta_s, mask=row_ok, other=0.0)
-    k += head_offset(b, k_b, h // GROUP, k_h)
-    v += head_offset(b, v_b, h // GROUP, v_h)
+    row_ok = rows_of(row, q_at, mask, b)
+    q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
+    dout_tile = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row_ok, DV, BLOCK_DV)
+    lse_row = load_rows(lse, row, b, h, lse_strides, row_ok) * LOG2E
+    delta_row = load_rows(delta, row, b, h, delta_strides, row_ok)
+    k += head_offset(b, h // GROUP, k_strides)
+    v += head_offset(b, h // GROUP, v_strides)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
     for i in range(0, full - begin + end - rest):
-        at = tl.where(begin + i < full, begin + i, rest + i - (full - begin)) * BLOCK_N
         acc = add_dq(
-            acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns,
-            starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, True, HEAD,
+            acc, q_tile, dout_tile, lse_row, delta_row, k, v, split_tile(i, begin, full, rest), p_q, lo, hi, b, h,
+            k_strides, v_strides, mask, drop, k_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, True,
         )  # fmt: skip
     for i in range(full, rest):
         acc = add_dq(
-            acc, q_tile, dout_tile, lse_row, delta_row, k, v, i * BLOCK_N, p_q, lo, hi, k_s, v_s, columns, v_columns,
-            starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, TWO_K, PRESCALED, QUADS, PRECISION, False, HEAD,
+            acc, q_tile, dout_tile, lse_row, delta_row, k, v, i, p_q, lo, hi, b, h,
+            k_strides, v_strides, mask, drop, k_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, False,
         )  # fmt: skip
-    store_tile(dq + b * dq_b + h * dq_h, acc * scale, row, dq_s, columns, row < rows, D, ADD)
+    store_tile(dq + head_offset(b, h, dq_strides), acc * scale, row, dq_strides, row < rows, D, BLOCK_D, ADD)
 
 
 @triton.jit
 def add_dq(
-    acc, q_tile, dout_tile, lse_row, delta_row, k, v, at, p_q, lo, hi, k_s, v_s, columns, v_columns,
-    starts, ends, length, k_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, TWO_K: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
+    acc, q_tile, dout_tile, lse_row, delta_row, k, v, tile, p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    key = at + tl.arange(0, BLOCK_N)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     key_ok = None
     if SPLIT:
-        key_ok = rows_of(key, k_at, starts, ends, length, TWO_K)
-    k_tile = load_tile(k, key, k_s, columns, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v, key, v_s, v_columns, key_ok, DV, BLOCK_DV)
+        key_ok = rows_of(key, k_at, mask, b)
+    k_tile = load_tile(k, key, k_strides, key_ok, D, BLOCK_D)
+    v_tile = load_tile(v, key, v_strides, key_ok, DV, BLOCK_DV)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[:, None])
-    p_k = position(key, k_at, TWO_K)
-    if keep_limit is not None:
-        keep = keep_tile(seed, keep_limit, drop_batch, drop_head, p_q[:, None], p_k[None, :], QUADS)
-        dp = tl.where(keep, dp / keep_rate, 0.0)
+    p_k = position(key, k_at)
+    if drop is not None:
+        dp = tl.where(kept(drop, b, h, p_q, p_k, QUADS), dp / drop[2], 0.0)
     ds = p * (dp - delta_row[:, None])
     if softcap is not None:
         ds *= 1 - s * s
@@ -134,73 +115,48 @@ def add_dq(
 
 @triton.jit
 def attention_backward_dkdv(
-    dout, q, k, v, lse, delta, dk, dv, seed,
-    dout_b, dout_s, dout_h, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, 
-    lse_b, lse_h, lse_s, delta_b, delta_h, delta_s, dk_b, dk_s, dk_h, dv_b, dv_s, dv_h, 
-    left, right, starts, ends, length, doc_stride, prefix, prefix_stride,
-    q_at, k_at, rows, num_sequences, num_heads, head_start, scale, softcap, keep_rate, keep_limit, seed_stride,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TWO_Q: tl.constexpr, TWO_K: tl.constexpr,
+    dout, q, k, v, lse, delta, dk, dv,
+    dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
+    mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Everything is transposed: scores are (keys, queries), so that their tiles feed dv and dk as they are."""
     sequence = tl.program_id(0) % num_sequences
     tile = tl.program_id(0) // num_sequences  # the first keys, which most queries see under a causal mask, start first
     b, kv_head = (sequence // num_heads).to(tl.int64), (sequence % num_heads).to(tl.int64)
-    n = row_count(k_at, TWO_K)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns, v_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    if starts is not None:
-        starts += b * doc_stride
-        ends += b * doc_stride
-    if prefix is not None:
-        prefix += b * prefix_stride
-    if keep_limit is not None:
-        seed = tl.load(seed + b * seed_stride)
-    drop_batch = tl.where(seed_stride == 0, b, 0).to(tl.int32) if seed_stride is not None else 0
 
-    p_k = position(key, k_at, TWO_K)
-    lo, hi = queries_of(p_k, left, right, starts, ends, length, prefix)
-    first = position(tile * BLOCK_N, k_at, TWO_K)
-    last = position(tl.minimum(tile * BLOCK_N + BLOCK_N, n) - 1, k_at, TWO_K)
-    first_lo, first_hi = queries_of(first, left, right, starts, ends, length, prefix)
-    last_lo, last_hi = queries_of(last, left, right, starts, ends, length, prefix)
-    HEAD: tl.constexpr = right is not None or starts is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, TWO_Q, BLOCK_M, HEAD)
+    p_k = position(key, k_at)
+    lo, hi = queries_of(p_k, mask, b)
+    first_lo, first_hi = queries_of(position(tile * BLOCK_N, k_at), mask, b)
+    last_lo, last_hi = queries_of(position(tl.minimum(tile * BLOCK_N + BLOCK_N, row_count(k_at)) - 1, k_at), mask, b)
+    HEAD: tl.constexpr = mask[1] is not None or mask[2] is not None
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, BLOCK_M, HEAD)
 
-    key_ok = rows_of(key, k_at, starts, ends, length, TWO_K)
-    k_tile = load_tile(k + head_offset(b, k_b, kv_head, k_h), key, k_s, columns, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v + head_offset(b, v_b, kv_head, v_h), key, v_s, v_columns, key_ok, DV, BLOCK_DV)
+    key_ok = rows_of(key, k_at, mask, b)
+    k_tile = load_tile(k + head_offset(b, kv_head, k_strides), key, k_strides, key_ok, D, BLOCK_D)
+    v_tile = load_tile(v + head_offset(b, kv_head, v_strides), key, v_strides, key_ok, DV, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-
     # One flat loop over (head of the group, tile): around a nested one Triton keeps k and v in registers, which then spill.
-    q += head_offset(b, q_b, kv_head * GROUP, q_h)
-    dout += head_offset(b, dout_b, kv_head * GROUP, dout_h)
-    lse += b * lse_b + kv_head * GROUP * lse_h
-    delta += b * delta_b + kv_head * GROUP * delta_h
-    num_split = full - begin + end - rest
+    num_split, num_full = full - begin + end - rest, rest - full
     for i in range(0, GROUP * num_split):
-        member, tile_of_member = in_group(i, num_split, GROUP)
-        at = tl.where(begin + tile_of_member < full, begin + tile_of_member, rest + tile_of_member - (full - begin)) * BLOCK_M
+        member, nth = in_group(i, num_split, GROUP)
         dk_acc, dv_acc = add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q + head_offset(member, q_h, 0, 0), dout + head_offset(member, dout_h, 0, 0), lse + member * lse_h, delta + member * delta_h,
-            at, p_k, lo, hi, q_s, dout_s, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
-            scale, softcap, keep_rate, keep_limit, seed, drop_batch, (kv_head * GROUP + member + head_start).to(tl.int32),
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, True, HEAD,
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, split_tile(nth, begin, full, rest), p_k, lo, hi, b,
+            kv_head * GROUP + member, q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, HEAD, True,
         )  # fmt: skip
-    num_full = rest - full
     for i in range(0, GROUP * num_full):
-        member, tile_of_member = in_group(i, num_full, GROUP)
+        member, nth = in_group(i, num_full, GROUP)
         dk_acc, dv_acc = add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q + head_offset(member, q_h, 0, 0), dout + head_offset(member, dout_h, 0, 0), lse + member * lse_h, delta + member * delta_h,
-            (full + tile_of_member) * BLOCK_M, p_k, lo, hi, q_s, dout_s, lse_s, delta_s, columns, v_columns,
-            starts, ends, length, q_at, scale, softcap, keep_rate, keep_limit, seed, drop_batch,
-            (kv_head * GROUP + member + head_start).to(tl.int32),
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, TWO_Q, PRESCALED, QUADS, PRECISION, False, HEAD,
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, full + nth, p_k, lo, hi, b,
+            kv_head * GROUP + member, q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, HEAD, False,
         )  # fmt: skip
-    store_tile(dk + b * dk_b + kv_head * dk_h, dk_acc * scale, key, dk_s, columns, key < rows, D, ADD)
-    store_tile(dv + b * dv_b + kv_head * dv_h, dv_acc, key, dv_s, v_columns, key < rows, DV, ADD)
+    store_tile(dk + head_offset(b, kv_head, dk_strides), dk_acc * scale, key, dk_strides, key < rows, D, BLOCK_D, ADD)
+    store_tile(dv + head_offset(b, kv_head, dv_strides), dv_acc, key, dv_strides, key < rows, DV, BLOCK_DV, ADD)
 
 
 @triton.jit
@@ -209,43 +165,39 @@ def in_group(i, num_tiles, GROUP: tl.constexpr):
     if GROUP == 1:
         return 0, i
     else:
-        return (i // num_tiles).to(tl.int64), i % num_tiles
+        return i // num_tiles, i % num_tiles
 
 
 @triton.jit
 def add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, at, p_k, lo, hi,
-    q_s, dout_s, lse_s, delta_s, columns, v_columns, starts, ends, length, q_at,
-    scale, softcap, keep_rate, keep_limit, seed, drop_batch, drop_head,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, TWO_Q: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, tile, p_k, lo, hi, b, h,
+    q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    row = at + tl.arange(0, BLOCK_M)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = None
     if SPLIT:
-        row_ok = rows_of(row, q_at, starts, ends, length, TWO_Q)
-        lse_row = tl.load(lse + row.to(tl.int64) * lse_s, mask=row_ok, other=0.0) * LOG2E
-        delta_row = tl.load(delta + row.to(tl.int64) * delta_s, mask=row_ok, other=0.0)
-    else:
-        lse_row = tl.load(lse + row.to(tl.int64) * lse_s) * LOG2E
-        delta_row = tl.load(delta + row.to(tl.int64) * delta_s)
-    q_tile = load_tile(q, row, q_s, columns, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout, row, dout_s, v_columns, row_ok, DV, BLOCK_DV)
+        row_ok = rows_of(row, q_at, mask, b)
+    lse_row = load_rows(lse, row, b, h, lse_strides, row_ok) * LOG2E
+    delta_row = load_rows(delta, row, b, h, delta_strides, row_ok)
+    q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
+    dout_tile = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row_ok, DV, BLOCK_DV)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[None, :])
-    p_q = position(row, q_at, TWO_Q)
+    p_q = position(row, q_at)
     if SPLIT:
         visible = (p_q[None, :] <= hi[:, None]) & row_ok[None, :]
         if HEAD:
             visible &= p_q[None, :] >= lo[:, None]
         p = tl.where(visible, p, 0.0)
     dropped = p
-    if keep_limit is not None:
-        keep = tl.trans(keep_tile(seed, keep_limit, drop_batch, drop_head, p_q[:, None], p_k[None, :], QUADS))
-        dropped = tl.where(keep, p / keep_rate, 0.0)
-        dp = tl.where(keep, dp / keep_rate, 0.0)
+    if drop is not None:
+        keep = tl.trans(kept(drop, b, h, p_q, p_k, QUADS))
+        dropped = tl.where(keep, p / drop[2], 0.0)
+        dp = tl.where(keep, dp / drop[2], 0.0)
     dv_acc = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
     ds = p * (dp - delta_row[None, :])
     if softcap is not None:
@@ -255,14 +207,16 @@ def add_dkdv(
 
 
 @triton.jit
-def row_products(dout, out, delta, dout_b, dout_s, dout_h, out_b, out_s, out_h, rows, num_heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def row_products(
+    dout, out, delta, dout_strides, out_strides, rows, num_heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """delta[b, h, s] = rowsum(dout · out) in fp32, without an fp32 copy of either."""
-    b = (tl.program_id(0) // tl.cdiv(rows, BLOCK_M) // num_heads).to(tl.int64)
-    h = (tl.program_id(0) // tl.cdiv(rows, BLOCK_M) % num_heads).to(tl.int64)
-    row = tl.program_id(0) % tl.cdiv(rows, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_DV)
-    a = load_tile(dout + head_offset(b, dout_b, h, dout_h), row, dout_s, columns, row < rows, DV, BLOCK_DV)
-    c = load_tile(out + head_offset(b, out_b, h, out_h), row, out_s, columns, row < rows, DV, BLOCK_DV)
+    head, tile = tl.program_id(0) // tl.cdiv(rows, BLOCK_M), tl.program_id(0) % tl.cdiv(rows, BLOCK_M)
+    b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    a = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row < rows, DV, BLOCK_DV)
+    c = load_tile(out + head_offset(b, h, out_strides), row, out_strides, row < rows, DV, BLOCK_DV)
     total = tl.sum(a.to(tl.float32) * c.to(tl.float32), 1)
     tl.store(delta + (b * num_heads + h) * rows + row, total, mask=row < rows)
 
@@ -273,9 +227,9 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     if delta.numel():
         block = 64
-        row_products[(batch * heads * -(-rows // block),)](
-            dout, out, delta, *dout.stride()[:3], *out.stride()[:3], rows, heads, width, triton.next_power_of_2(width), block
-        )
+        strides = dout.stride()[:3], out.stride()[:3]
+        grid = (batch * heads * triton.cdiv(rows, block),)
+        row_products[grid](dout, out, delta, *strides, rows, heads, width, triton.next_power_of_2(width), block)
     return delta
 
 
@@ -319,7 +273,7 @@ def backward_launches(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    options: dict,
+    options: dict[str, Any],
     accumulate: bool,
 ) -> Iterator[Launch]:
     """Two launches; for lists of more segments than a kernel takes, two for each pair of runs, added up in fp32."""
@@ -330,13 +284,17 @@ def backward_launches(
         for total in (dq, dk, dv):
             total.zero_()
         if dq.dtype != lse.dtype and len(q_runs) * len(k_runs) > 1:
-            raise ValueError(f"gradients of {len(q_runs)} x {len(k_runs)} runs of segments add up in {lse.dtype}, not {dq.dtype}: pass such buffers")
+            raise ValueError(
+                f"gradients of {len(q_runs)} x {len(k_runs)} runs of segments add up in {lse.dtype}, not {dq.dtype}: pass such buffers"
+            )
     for q_first, q_run in q_runs:
         rows = slice(q_first, q_first + num_rows(q_run))
         for k_first, k_run in k_runs:
             keys = slice(k_first, k_first + num_rows(k_run))
             sliced = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
-            yield from _launches(*sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate or not single)
+            yield from _launches(
+                *sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate or not single
+            )
 
 
 def _launches(
@@ -352,27 +310,35 @@ def _launches(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    options: dict,
+    options: dict[str, Any],
     add: bool,
 ) -> Iterator[Launch]:
     batch, q_rows, heads, width = q.shape
     k_rows, kv_heads = k.shape[1:3]
-    extras = options["keep_limit"] is not None or options["softcap"] is not None
-    q_segments, two_q = segment_arguments(q_at)
-    k_segments, two_k = segment_arguments(k_at)
-    inputs = dict(
-        dout=dout, q=q, k=k, v=v, lse=lse, delta=delta,
-        **strides("dout", dout), **strides("q", q), **strides("k", k), **strides("v", v),
-        **strides("lse", lse, "bhs"), **strides("delta", delta, "bhs"),
-        **mask_arguments(mask, q.device), **options, q_at=q_segments, k_at=k_segments,
-        GROUP=heads // kv_heads, D=width, DV=v.shape[-1], TWO_Q=two_q, TWO_K=two_k, ADD=add,
-    )  # fmt: skip
-    tiles = tiles_for("dq", q, v, extras)
-    own = dict(dq=dq, **strides("dq", dq), rows=q_rows, num_sequences=batch * heads, num_heads=heads)
-    grid = (-(-q_rows // tiles["BLOCK_M"]) * batch * heads,)
-    yield Launch(attention_backward_dq, grid, inputs | own | tiles | dict(QUADS=quads(k_at, tiles["BLOCK_N"])))
+    extras = bool(options["drop"] or options["softcap"])
 
+    def launch(kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, block: int) -> Launch:
+        tensors = dict(dout=dout, q=q, k=k, v=v, lse=lse, delta=delta) | grads
+        arguments = dict(
+            **tensors,
+            **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
+            **options,
+            **tiles,
+            mask=mask_argument(mask, q.device),
+            q_at=at_argument(q_at),
+            k_at=at_argument(k_at),
+            rows=rows,
+            num_sequences=batch * heads,
+            num_heads=heads,
+            D=width,
+            DV=v.shape[-1],
+            QUADS=quads(k_at, tiles["BLOCK_N"]),
+            GROUP=q.shape[2] // kv_heads,
+            ADD=add,
+        )
+        return Launch(kernel, (-(-rows // block) * batch * heads,), arguments)
+
+    tiles = tiles_for("dq", q, v, extras)
+    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"])
     tiles = tiles_for("dkdv", q, v, extras)
-    own = dict(dk=dk, dv=dv, **strides("dk", dk), **strides("dv", dv), rows=k_rows, num_sequences=batch * kv_heads, num_heads=kv_heads)
-    grid = (-(-k_rows // tiles["BLOCK_N"]) * batch * kv_heads,)
-    yield Launch(attention_backward_dkdv, grid, inputs | own | tiles | dict(QUADS=quads(k_at, tiles["BLOCK_N"])))
+    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"])

@@ -1,7 +1,11 @@
-"""What the portable forward and backward kernels share: positions, intervals, scores, and how they are launched.
+"""What the portable kernels share: where rows stand, who sees whom, how tiles are read, and how a kernel is launched.
 
-A `_at` tuple is (start0, step0, count0, start1, step1, count1): at most two ascending segments. TWO says that the second
-one is there. A mask arrives as (left, right, starts, ends, prefix); what is None costs nothing.
+Kernels take their long lists as tuples; an element that is None costs nothing, it is not there when the kernel compiles.
+
+    at    = (start0, step0, count0, start1, step1, count1)       one or two ascending segments, so rows ascend in position
+    mask  = (left, right, starts, ends, length, prefix, stride of documents, stride of prefix from one sequence to the next)
+    drop  = (seed, stride of seed, 1 - rate, limit, head_start)
+    *_strides = of batch, row and head; columns are consecutive
 """
 
 from dataclasses import dataclass
@@ -13,122 +17,128 @@ import triton.language as tl
 from torch import Tensor
 
 from .mask import SENTINEL, Mask
-from .philox import threshold
+from .philox import keep_tile, threshold
 from .segments import Segment
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EVERYWHERE: tl.constexpr = tl.constexpr(2**30)  # above every position, and positions can still be added to it
-ALIGN: tl.constexpr = tl.constexpr(8)  # elements: what `aligned` makes sure of
 NOWHERE: tl.constexpr = tl.constexpr(-(2**30))
+ALIGN: tl.constexpr = tl.constexpr(8)  # elements: what `aligned` makes sure of
 
 
 @triton.jit
-def position(row, at, TWO: tl.constexpr):
+def position(row, at):
     """Global position of a local row; rows behind the end go on ascending."""
     p = at[0] + row * at[1]
-    if TWO:
+    if at[3] is not None:
         p = tl.where(row < at[2], p, at[3] + (row - at[2]) * at[4])
     return p
 
 
 @triton.jit
-def rows_below(p, at, TWO: tl.constexpr):
+def rows_below(p, at):
     """How many local rows stand before position p: turns an interval of positions into one of rows."""
-    n = tl.minimum(tl.maximum((tl.maximum(p - at[0], 0) + at[1] - 1) // at[1], 0), at[2])
-    if TWO:
-        n += tl.minimum(tl.maximum((tl.maximum(p - at[3], 0) + at[4] - 1) // at[4], 0), at[5])
+    n = tl.minimum((tl.maximum(p - at[0], 0) + at[1] - 1) // at[1], at[2])
+    if at[3] is not None:
+        n += tl.minimum((tl.maximum(p - at[3], 0) + at[4] - 1) // at[4], at[5])
     return n
 
 
 @triton.jit
-def row_count(at, TWO: tl.constexpr):
-    if TWO:
+def row_count(at):
+    if at[3] is not None:
         return at[2] + at[5]
     else:
         return at[2]
 
 
 @triton.jit
-def rows_of(row, at, starts, ends, length, TWO: tl.constexpr):
+def rows_of(row, at, mask, b):
     """Which rows exist and are not padding. Padding may hold anything, and 0 · NaN is NaN, so it is never loaded."""
-    ok = row < row_count(at, TWO)
-    if starts is not None:
-        first, last = document(position(row, at, TWO), starts, ends, length)
+    ok = row < row_count(at)
+    if mask[2] is not None:
+        first, last = document(position(row, at), mask, b)
         ok &= first <= last
     return ok
 
 
 @triton.jit
-def document(p, starts, ends, length):
+def document(p, mask, b):
     """First and last position of the document at p; behind the end, an empty interval that keeps ascending."""
+    length = mask[4]
     inside = (p >= 0) & (p < length)
-    first = tl.load(starts + p, mask=inside, other=0)
-    last = tl.load(ends + p, mask=inside, other=-1)
+    first = tl.load(mask[2] + b * mask[6] + p, mask=inside, other=0)
+    last = tl.load(mask[3] + b * mask[6] + p, mask=inside, other=-1)
     return tl.where(p >= length, length, first), tl.where(p >= length, length - 1, last)
 
 
 @triton.jit
-def keys_of(p, left, right, starts, ends, length, prefix):
+def keys_of(p, mask, b):
     """lo and hi: the keys that the query at p sees."""
     lo = p * 0
     hi = p * 0 + EVERYWHERE
-    if starts is not None:
-        lo, hi = document(p, starts, ends, length)
-    if left is not None:
-        lo = tl.maximum(lo, p - left)
-    if right is not None:
-        reach = p + right
-        if prefix is not None:
-            reach = tl.maximum(reach, tl.load(prefix) - 1)
+    if mask[2] is not None:
+        lo, hi = document(p, mask, b)
+    if mask[0] is not None:
+        lo = tl.maximum(lo, p - mask[0])
+    if mask[1] is not None:
+        reach = p + mask[1]
+        if mask[5] is not None:
+            reach = tl.maximum(reach, tl.load(mask[5] + b * mask[7]) - 1)
         hi = tl.minimum(hi, reach)
     return lo, hi
 
 
 @triton.jit
-def queries_of(p, left, right, starts, ends, length, prefix):
+def queries_of(p, mask, b):
     """The other way: first and last position of the queries that see the key at p."""
     lo = p * 0 + NOWHERE
     hi = p * 0 + EVERYWHERE
-    if starts is not None:
-        lo, hi = document(p, starts, ends, length)
-    if left is not None:
-        hi = tl.minimum(hi, p + left)
-    if right is not None:
-        reach = p - right
-        if prefix is not None:
-            reach = tl.where(p < tl.load(prefix), NOWHERE, reach)
+    if mask[2] is not None:
+        lo, hi = document(p, mask, b)
+    if mask[0] is not None:
+        hi = tl.minimum(hi, p + mask[0])
+    if mask[1] is not None:
+        reach = p - mask[1]
+        if mask[5] is not None:
+            reach = tl.where(p < tl.load(mask[5] + b * mask[7]), NOWHERE, reach)
         lo = tl.maximum(lo, reach)
     return lo, hi
 
 
 @triton.jit
-def tile_range(first_lo, last_lo, first_hi, last_hi, at, TWO: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr):
+def tile_range(first_lo, last_lo, first_hi, last_hi, at, BLOCK: tl.constexpr, HEAD: tl.constexpr):
     """Tiles [begin, full) and [rest, end) need the compare, tiles [full, rest) are seen whole.
 
     first_lo … last_hi bound the intervals of a tile's first and last row. Without HEAD nothing is masked at the low end.
     """
-    first_row = rows_below(first_lo, at, TWO)
-    behind = rows_below(last_hi + 1, at, TWO)
-    begin = first_row // BLOCK
-    end = tl.maximum((behind + BLOCK - 1) // BLOCK, begin)
+    begin = rows_below(first_lo, at) // BLOCK
+    end = tl.maximum(tl.cdiv(rows_below(last_hi + 1, at), BLOCK), begin)
     full = begin
     if HEAD:
-        full = tl.minimum((rows_below(last_lo, at, TWO) + BLOCK - 1) // BLOCK, end)
-    rest = tl.maximum(tl.minimum(rows_below(first_hi + 1, at, TWO) // BLOCK, end), full)
+        full = tl.minimum(tl.cdiv(rows_below(last_lo, at), BLOCK), end)
+    rest = tl.maximum(tl.minimum(rows_below(first_hi + 1, at) // BLOCK, end), full)
     return begin, full, rest, end
 
 
 @triton.jit
-def head_offset(b, b_stride, h, h_stride):
-    """Where a head begins. The hint (see `aligned`) is what lets loads be 16 bytes wide: Triton sees only multiples of 16."""
-    return tl.multiple_of(b * b_stride + h * h_stride, ALIGN)
+def split_tile(i, begin, full, rest):
+    """The i-th of the tiles that need the compare: those before `full`, then those from `rest` on."""
+    return tl.where(begin + i < full, begin + i, rest + i - (full - begin))
 
 
 @triton.jit
-def load_tile(ptr, rows, row_stride, columns, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def head_offset(b, h, strides):
+    """Where a head begins. The hint is what lets loads be 16 bytes wide: of strides Triton sees only multiples of 16."""
+    return tl.multiple_of(b * strides[0] + h * strides[2], ALIGN)
+
+
+@triton.jit
+def load_tile(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """(rows, BLOCK) from memory; row_ok None if every row exists. Offsets are 64 bits wide: strides may pass 2**31."""
-    at = ptr + tl.multiple_of(rows.to(tl.int64) * row_stride, ALIGN)[:, None] + columns[None, :]
+    columns = tl.arange(0, BLOCK)
+    at = ptr + tl.multiple_of(rows.to(tl.int64) * strides[1], ALIGN)[:, None] + columns[None, :]
     if WIDTH != BLOCK:
         if row_ok is not None:
             return tl.load(at, mask=row_ok[:, None] & (columns < WIDTH)[None, :], other=0.0)
@@ -142,12 +152,31 @@ def load_tile(ptr, rows, row_stride, columns, row_ok, WIDTH: tl.constexpr, BLOCK
 
 
 @triton.jit
-def store_tile(ptr, value, rows, row_stride, columns, row_ok, WIDTH: tl.constexpr, ADD: tl.constexpr):
-    at = ptr + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+def store_tile(ptr, value, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    at = ptr + rows.to(tl.int64)[:, None] * strides[1] + columns[None, :]
     ok = row_ok[:, None] & (columns < WIDTH)[None, :]
     if ADD:
         value += tl.load(at, mask=ok, other=0.0)
     tl.store(at, value.to(ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def load_rows(ptr, rows, b, h, strides, row_ok):
+    """lse and delta: (B, H, S), strides in that order."""
+    at = ptr + b * strides[0] + h * strides[1] + rows.to(tl.int64) * strides[2]
+    if row_ok is not None:
+        return tl.load(at, mask=row_ok, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def kept(drop, b, h, p_q, p_k, QUADS: tl.constexpr):
+    """Which weights of a tile dropout keeps; (B,) seeds replace the batch index (see philox)."""
+    seed = tl.load(drop[0] + b * drop[1])
+    batch = tl.where(drop[1] == 0, b, 0).to(tl.int32)
+    return keep_tile(seed, drop[3], batch, (h + drop[4]).to(tl.int32), p_q[:, None], p_k[None, :], QUADS)
 
 
 @triton.jit
@@ -162,7 +191,7 @@ def tanh(x):
 
 @triton.jit
 def exponents(s, scale, softcap, PRESCALED: tl.constexpr):
-    """Raw products → (scores, factor) such that the weights are exp2(scores * factor - …). With softcap the scores are the tanh.
+    """Raw products → (scores, factor) such that weights are exp2(scores * factor - …). With softcap the scores are the tanh.
 
     A positive scale is left to the exponential's own multiply-add; PRESCALED is for the others.
     """
@@ -187,49 +216,33 @@ class Launch:
             self.kernel[self.grid](**self.arguments)
 
 
-def segment_arguments(segments: list[Segment]) -> tuple[tuple[int, ...], bool]:
-    """The `_at` tuple and TWO of one ascending run."""
+def at_argument(segments: list[Segment]) -> tuple[int | None, ...]:
     assert 1 <= len(segments) <= 2
-    second = segments[1] if len(segments) == 2 else (0, 1, 0)
-    return (*segments[0], *second), len(segments) == 2
+    return (*segments[0], *(segments[1] if len(segments) == 2 else (None, None, None)))
 
 
-def mask_arguments(mask: Mask, device: torch.device) -> dict[str, Any]:
-    """A mask's numbers, and the stride from one batch row to the next; what is unbounded is None."""
+def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None, ...]:
     left, right, starts, ends, prefix = mask.bounds(device)
-    return dict(
-        left=None if left == SENTINEL else left,
-        right=None if right == SENTINEL else right,
-        starts=starts,
-        ends=ends,
-        length=None if starts is None else starts.shape[-1],
-        doc_stride=None if starts is None else batch_stride(starts, 2),
-        prefix=prefix,
-        prefix_stride=None if prefix is None else batch_stride(prefix, 1),
+    return (
+        None if left == SENTINEL else left,
+        None if right == SENTINEL else right,
+        starts,
+        ends,
+        None if starts is None else starts.shape[-1],
+        prefix,
+        None if starts is None else batch_stride(starts, 2),
+        None if prefix is None else batch_stride(prefix, 1),
     )
 
 
 def option_arguments(head_start: int, scale: float, softcap: float, dropout: float, seed: Tensor | None) -> dict[str, Any]:
-    return dict(
-        head_start=head_start,
-        scale=scale,
-        softcap=softcap or None,
-        seed=seed if dropout else None,
-        keep_rate=1 - dropout if dropout else None,
-        keep_limit=threshold(dropout) if dropout else None,
-        seed_stride=batch_stride(seed, 1) if dropout else None,
-        PRESCALED=scale <= 0,
-    )
+    drop = None if seed is None else (seed, batch_stride(seed, 1), 1 - dropout, threshold(dropout), head_start)
+    return dict(scale=scale, softcap=softcap or None, drop=drop, PRESCALED=scale <= 0)
 
 
 def batch_stride(tensor: Tensor, dims: int) -> int:
     """0 where one row serves the whole batch."""
     return tensor.stride(0) if tensor.ndim == dims and tensor.shape[0] > 1 else 0
-
-
-def strides(name: str, tensor: Tensor | None, axes: str = "bsh") -> dict[str, int | None]:
-    """Of all dimensions but the last of (B, S, H, D), whose stride is 1."""
-    return {f"{name}_{axis}": None if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -239,8 +252,8 @@ def aligned(tensor: Tensor) -> Tensor:
     element by element, which is slow, and which Triton 3.6 gets wrong on sm_90 (seen with D 248, Dv 24).
     """
     even = all(stride % ALIGN.value == 0 for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)
-    whole = tensor.stride(-1) == 1 and even and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    ready = tensor.stride(-1) == 1 and even and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
+    return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def quads(k_at: list[Segment], block: int) -> bool:

@@ -95,9 +95,7 @@ def test_a_wrong_import_is_caught(tmp_path: Path, line: str) -> None:
     assert [found.partition(":")[0] for found in wrong_imports(tmp_path)] == ["parallel.ring"]
 
 
-@pytest.mark.parametrize(
-    "line", ["import kernels.mask", "from kernels import mask", "from .mesh import Mesh", "import torch"]
-)
+@pytest.mark.parametrize("line", ["import kernels.mask", "from kernels import mask", "from .mesh import Mesh", "import torch"])
 def test_a_right_import_is_left_alone(tmp_path: Path, line: str) -> None:
     plant(tmp_path, {"kernels/__init__.py": "", "parallel/ring.py": line, "parallel/mesh.py": ""})
     assert wrong_imports(tmp_path) == []

@@ -11,8 +11,8 @@ from .model import GPT
 def generate(model: GPT, prompt: bytes, num_bytes: int, context: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """How the prompt goes on. The same seed gives the same text.
 
-    The model sees the last `context` bytes, because positions that it was never trained on would be noise to it. Each byte
-    runs all of them again: a sample at the end of a run is too short for a cache of keys to pay.
+    The model sees the last `context` bytes, because positions that it was never trained on would be noise to it. Each
+    byte runs all of them again: a sample at the end of a run is too short for a cache of keys to pay.
     """
     if not prompt:
         raise ValueError("prompt is empty: the first byte is predicted from one before it, so give at least one byte")

@@ -35,21 +35,19 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
+        name = f"step {step:{len(str(steps))}}/{steps}"
         losses.append(loss.detach())
         num_tokens += batch.tokens.numel()
         flops += training_flops(model.config, batch.tokens.shape, batch.mask)
         if step % log_every == 0 or step in (1, steps):
             value, norm = loss.item(), grad.item()  # waits for the device, so the clock is read after it
             speed, flops = flops / (time.perf_counter() - clock) / 1e12, 0.0
-            print(
-                f"step {step:{len(str(steps))}}/{steps}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}  "
-                f"{num_tokens / 1000:.0f}k tok  {speed:.2f} TFLOP/s",
-                flush=True,
-            )
+            line = f"{name}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}"
+            print(f"{line}  {num_tokens / 1000:.0f}k tok  {speed:.3g} TFLOP/s", flush=True)
             clock = time.perf_counter()
         if step % eval_every == 0 or step == steps:
-            loss_held_out = evaluate(model, held_out)
-            print(f"held-out loss {loss_held_out:.3f}, {loss_held_out / math.log(2):.2f} bits per byte", flush=True)
+            value = evaluate(model, held_out)
+            print(f"{name}  held-out loss {value:.3f}  {value / math.log(2):.2f} bits per byte", flush=True)
             clock = time.perf_counter()
     return torch.stack(losses).tolist()
 

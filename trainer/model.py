@@ -5,14 +5,15 @@
     loss_sum, num_valid = cross-entropy of head(norm(hidden)) against labels
 
 It is the Llama family's: RMSNorm, rotary positions, query heads that share key heads (GQA), SwiGLU, no biases.
-`attention` is an argument with the signature of `kernels.attention`; one that spans ranks fits as well, since all else here
-treats each token alone. Positions are an argument because only whoever cut the sequence knows where a token stands; they
-restart with each document. The loss is inside the forward of the module that owns the head's weight, so that the logits
-need never exist, and so that whatever gathers weights for a module's forward has gathered the head.
+`attention` is an argument with the signature of `kernels.attention`; one that spans ranks fits as well, since all else
+here treats each token alone. Positions are an argument because only whoever cut the sequence knows where a token is; they
+restart with each document. The loss is in the forward of the module that owns the head's weight, so that logits need not
+exist, and so that whatever gathers weights for a module's forward has gathered the head.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 import kernels
 from kernels import Mask, linear_cross_entropy
 
-Attention = Callable[..., Tensor]  # as kernels.attention: (q, k, v, mask=…)
+Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as kernels.attention
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (B or 1, S, 1, head_dim / 2)
 
 
@@ -121,9 +122,7 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, mask: Mask, rotation: Rotation) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
-        )  # (B, S, H, D)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))  # (B, S, H, D)
         out = self.attention(rotate(q, rotation), rotate(k, rotation), v, mask=mask)
         return self.o(out.flatten(-2))
 

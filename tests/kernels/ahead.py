@@ -1,6 +1,6 @@
 """The named list of (kernel, configuration, chip) that is compiled ahead of time, without a GPU. Prints JSON.
 
-    python -m tests.kernels.ahead            a process of its own: the tests' interpreter would not compile anything
+python -m tests.kernels.ahead            a process of its own: the tests' interpreter would not compile anything
 """
 
 import json
@@ -46,7 +46,8 @@ def launches(name: str) -> Iterator[Launch]:
     carry = (out.float(), lse) if options.get("carry") else None
     mask, at = options.get("mask", Mask(causal=True)), options.get("at", whole(LENGTH))
     dropout = options.get("dropout", 0.0)
-    numbers = option_arguments(0, width**-0.5, options.get("softcap", 0.0), dropout, empty(dtype=torch.int64))
+    seed = empty(dtype=torch.int64) if dropout else None
+    numbers = option_arguments(0, width**-0.5, options.get("softcap", 0.0), dropout, seed)
     yield from forward_launches(q, k, v, mask, at, at, carry, out, lse, numbers)
     grads = (x.float() if carry else x for x in (q, k, v))
     yield from backward_launches(out, q, k, v, lse, lse, mask, at, at, *grads, numbers, carry is not None)

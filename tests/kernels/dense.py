@@ -41,7 +41,7 @@ class Case:
     def grown(self, factor: int) -> "Case":
         """The same with everything that is counted in tokens that many times longer."""
 
-        def grow(x):  # noqa: ANN001, ANN202
+        def grow(x):
             return tuple(grow(y) for y in x) if isinstance(x, tuple) else x if x is None else x * factor
 
         documents = self.documents
@@ -107,7 +107,9 @@ class Case:
 
 def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype, keep: Tensor | None = None) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv, dsinks computed in one dtype throughout; keep is dropout's pattern (B, Hq, S, Sk)."""
-    leaves = {name: given[name].detach().to(dtype).clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
+    leaves = {
+        name: given[name].detach().to(dtype).clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given
+    }
     q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
     group = case.heads[0] // case.heads[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -11,10 +11,7 @@ from .ahead import CHIPS, CONFIGURATIONS, EVERYWHERE, ON_HOPPER
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
 NAMED = [
-    f"{chip}/{name}/{kernel}"
-    for chip in CHIPS
-    for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE)
-    for kernel in KERNELS
+    f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
 ]
 # Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
 # ones that do not spill (d64, d128, d256), or hold more than any tile leaves room for.

@@ -15,7 +15,9 @@ from kernels import Mask, attention
 from kernels.blocks import choose_backend
 
 
-def qkv(device: str = "cpu", rows: int = 24, heads: int = 4, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+def qkv(
+    device: str = "cpu", rows: int = 24, heads: int = 4, dtype: torch.dtype = torch.float32, grad: bool = True
+) -> list[Tensor]:
     sizes = (heads, heads // 2, heads // 2)
     return [torch.randn(2, rows, h, 16, device=device, dtype=dtype, requires_grad=grad) for h in sizes]
 
@@ -93,7 +95,9 @@ def test_triton_refuses_fp64(device: str) -> None:
 
 def test_auto_says_why(capfd: pytest.CaptureFixture) -> None:
     code = "import torch; from kernels import attention; q = torch.zeros(1, 2, 1, 16, dtype=torch.float64); attention(q, q, q); attention(q, q, q)"
-    shown = subprocess.run([sys.executable, "-c", code], env={"RINGSPAN_LOG": "1", "PATH": "", "PYTHONPATH": "."}, capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env={"RINGSPAN_LOG": "1", "PATH": "", "PYTHONPATH": "."}, capture_output=True, text=True
+    )
     assert shown.stderr.count("attention runs on chunked: triton has no fp64") == 1, shown.stderr
 
 
@@ -144,7 +148,7 @@ def test_selective_checkpointing_keeps_attention(device: str, monkeypatch: pytes
     run, runs = module.block_forward, []
     monkeypatch.setattr(module, "block_forward", lambda *args, **options: runs.append(1) or run(*args, **options))
 
-    def policy(ctx, called, *args, **kwargs) -> CheckpointPolicy:  # noqa: ANN001
+    def policy(ctx, called, *args, **kwargs) -> CheckpointPolicy:
         keep = called == torch.ops.ringspan.attention_forward.default
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -41,14 +41,18 @@ def run(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend, dtype", [("reference", "fp64"), ("chunked", "fp64"), ("chunked", "fp32"), ("chunked", "bf16"), ("triton", "fp32")])
+@pytest.mark.parametrize(
+    "backend, dtype", [("reference", "fp64"), ("chunked", "fp64"), ("chunked", "fp32"), ("chunked", "bf16"), ("triton", "fp32")]
+)
 def test_sweep(case: Case, backend: str, dtype: str, device: str, poisoned_memory: None, monkeypatch) -> None:
     monkeypatch.setattr("kernels.chunked.Q_CHUNK", 16)  # several chunks at these lengths
     monkeypatch.setattr("kernels.chunked.K_CHUNK", 24)
     run(case, backend, DTYPES[dtype], device)
 
 
-SIXTEEN_BIT = [case for case in CASES if case.name in ("gqa", "window-causal", "documents-padded", "softcap-sinks", "dropout", "width-40")]
+SIXTEEN_BIT = [
+    case for case in CASES if case.name in ("gqa", "window-causal", "documents-padded", "softcap-sinks", "dropout", "width-40")
+]
 
 
 @pytest.mark.parametrize("case", CASES if HAS_GPU else SIXTEEN_BIT, ids=str)

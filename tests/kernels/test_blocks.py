@@ -127,7 +127,9 @@ def test_a_block_that_nobody_sees_changes_nothing(backend: str, dtype: torch.dty
     kept = [x.clone() for x in before]
     late = whole(LENGTH, start=LENGTH)
     after = block_forward(q, k, v, Mask(causal=True), whole(LENGTH), late, carry=before, last=False, backend=backend)
-    inside = block_forward(q, k, v, Mask(causal=True), whole(LENGTH), late, carry=before, into=before, last=False, backend=backend)
+    inside = block_forward(
+        q, k, v, Mask(causal=True), whole(LENGTH), late, carry=before, into=before, last=False, backend=backend
+    )
     assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(kept, after, inside, strict=True))
     # rows that see nothing keep their bits in a tile where others see something
     split = block_forward(
@@ -168,9 +170,7 @@ def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         for a, b in pieces:
             block = whole(length), [(a, 1, b - a)]
-            block_backward(
-                dout, q, k[:, a:b], v[:, a:b], lse, delta, mask, *block, dq, dk[:, a:b], dv[:, a:b], backend=backend
-            )
+            block_backward(dout, q, k[:, a:b], v[:, a:b], lse, delta, mask, *block, dq, dk[:, a:b], dv[:, a:b], backend=backend)
         pairs = zip((out, dq, dk, dv), (truth, *truth_grads), strict=True)
         return [(x.double() - ref).square().mean().sqrt().item() for x, ref in pairs]
 
@@ -183,7 +183,9 @@ def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
 @pytest.mark.parametrize("backend, dtype", ENGINES)
 def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: str) -> None:
     q, k, v, dout = (x.requires_grad_() for x in inputs(dtype, device))
-    run = lambda: torch.autograd.grad(attention(q, k, v, Mask(causal=True), deterministic=True, backend=backend), (q, k, v), dout)
+    run = lambda: torch.autograd.grad(
+        attention(q, k, v, Mask(causal=True), deterministic=True, backend=backend), (q, k, v), dout
+    )
     first = run()
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
@@ -196,7 +198,13 @@ def test_head_start_shifts_dropout(device: str) -> None:
     for backend in ("chunked", "triton"):
         out, _ = block_forward(q, k, v, None, backend=backend, **options)
         half, _ = block_forward(
-            q[:, :, 2:].contiguous(), k[:, :, 1:].contiguous(), v[:, :, 1:].contiguous(), None, head_start=2, backend=backend, **options
+            q[:, :, 2:].contiguous(),
+            k[:, :, 1:].contiguous(),
+            v[:, :, 1:].contiguous(),
+            None,
+            head_start=2,
+            backend=backend,
+            **options,
         )
         torch.testing.assert_close(half, out[:, :, 2:], rtol=0, atol=1e-6)
 

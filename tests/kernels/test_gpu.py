@@ -51,7 +51,9 @@ def test_long_against_chunked_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch
     truth = ref_out, ref_lse, *torch.autograd.grad(ref_out, exact, dout.float())
     rivals = None
     if name.startswith(("causal", "full")):
-        low = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=name.startswith("causal"), enable_gqa=True)
+        low = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in leaves), is_causal=name.startswith("causal"), enable_gqa=True
+        )
         rivals = low.transpose(1, 2), None, *torch.autograd.grad(low, leaves, dout.transpose(1, 2))
     for index, label in enumerate(("out", "lse", "dq", "dk", "dv")):
         ref, value = truth[index].double(), got[index].double()
@@ -68,7 +70,9 @@ def test_long_against_chunked_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch
 def test_strides_past_two_to_the_31(poisoned_memory: None) -> None:
     """300 rows, 8M elements apart: the last one's offset is 2.4e9."""
     rows, heads, width, step = 300, 2, 64, 8_000_000
-    wide = [torch.empty_strided((1, rows, heads, width), (1, step, width, 1), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    wide = [
+        torch.empty_strided((1, rows, heads, width), (1, step, width, 1), dtype=torch.bfloat16, device="cuda") for _ in range(4)
+    ]
     near = [torch.randn(1, rows, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     for far, x in zip(wide, near, strict=True):
         far.copy_(x)
