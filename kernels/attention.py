@@ -8,6 +8,8 @@ the work, so that torch.compile(fullgraph=True) sees one call each way, and sele
 (out, lse) and never run attention twice. Nothing waits for the device.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,8 @@ def attention(
     seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
     its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which these backends always give.
     """
-    check_qkv_types = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if check_qkv_types and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as SDPA does
+    tensors = all(isinstance(x, Tensor) for x in (q, k, v))  # check_qkv complains of others
+    if tensors and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as SDPA does
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     check_qkv(q, k, v)
@@ -84,12 +86,12 @@ def attention_forward(
     if sinks is not None:
         lse = sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
         carry = None, lse
-    options = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     return block_forward(q, k, v, mask, carry=carry, **options)
 
 
 @attention_forward.register_fake
-def _(q, k, v, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[-1])), lse
@@ -115,19 +117,22 @@ def attention_backward(
     softcap: float,
     dropout: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
     delta = output_delta(dout, out, dlse)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    options = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, left, right, starts, ends, prefix, sinks, seed, scale, softcap, dropout, backend):
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+def _(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sinks = rest[5]
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -136,13 +141,13 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.left, ctx.right, starts, ends, prefix, sinks, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, starts, ends, prefix, sinks, seed)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dout, dlse):
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, starts, ends, prefix, sinks, seed = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     mask = ctx.left, ctx.right, starts, ends, prefix

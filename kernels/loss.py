@@ -17,6 +17,7 @@ fp32 logits (two with softcap), on CUDA one in 16 bits, and dweight in fp32. Det
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def linear_cross_entropy(
     return _op(hidden, weight, labels, ignore_index, float(label_smoothing), float(z_loss), float(softcap), *needs)[:2]
 
 
-def _check(hidden, weight, labels, label_smoothing, z_loss, softcap):
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, softcap: float) -> None:
     if hidden.dtype not in DTYPES or hidden.ndim < 1:
         raise ValueError(f"hidden: {hidden.ndim}-D {hidden.dtype}; it must be (…, D), float64, float32, bfloat16 or float16")
     if weight.dtype != hidden.dtype:
@@ -93,7 +94,7 @@ def _op(
             raise ValueError(f"labels: holds {wrong[0]}; each must be in [0, {V}) or ignore_index = {ignore_index}")
     accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     operand = hidden.dtype if hidden.is_cuda else accum  # only CUDA multiplies 16-bit operands into fp32
-    mixed = {} if operand == accum else {"out_dtype": accum}
+    mixed: dict[str, Any] = {} if operand == accum else {"out_dtype": accum}
     w = weight.to(operand)
     losses = hidden.new_empty(len(hidden), dtype=accum)  # one sum at the end: its order does not depend on the chunks
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
@@ -107,10 +108,10 @@ def _op(
             # Zeros first: as 0 · NaN, a NaN in an ignored row would reach all of dweight.
             h = hidden[rows].to(operand).masked_fill(~keep, 0)
 
-            z = torch.mm(h, w.T, **mixed)  # (tokens, V); from here on overwritten in place
+            z: Any = torch.mm(h, w.T, **mixed)  # (tokens, V); from here on overwritten in place
             if softcap:
                 z.div_(softcap).tanh_()
-                squares = z.square() if needs_dhidden or needs_dweight else None  # dz / dlogit = 1 - tanh²
+                squares: Any = z.square() if needs_dhidden or needs_dweight else None  # dz / dlogit = 1 - tanh²
                 z.mul_(softcap)
             top = z.amax(1, keepdim=True)
             loss = (1 - label_smoothing) * (top - z.gather(1, label))
@@ -141,20 +142,21 @@ def _op(
 
 
 @_op.register_fake
-def _(hidden, weight, labels, ignore_index, label_smoothing, z_loss, softcap, needs_dhidden, needs_dweight):
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs_dhidden, needs_dweight = options[-2:]
     loss_sum = hidden.new_empty((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
     dweight = weight.new_empty(weight.shape if needs_dweight else 0)
     return loss_sum, labels.new_empty(()), dhidden, dweight
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[2:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros as large as weight for outputs that nobody differentiates
 
 
-def _scale(ctx, dloss, *_):
+def _scale(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise ValueError("linear_cross_entropy has no second derivative: leave out create_graph=True")
     # As a (1, 1) tensor dloss stays fp32 in the product; a scalar would first be rounded to the gradient's 16 bits, and

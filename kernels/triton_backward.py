@@ -45,7 +45,8 @@ from .triton_tiles import tiles_for
 def attention_backward_dq(
     dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0) % num_sequences
@@ -85,7 +86,8 @@ def attention_backward_dq(
 
 @triton.jit
 def add_dq(
-    acc, q_tile, dout_tile, lse_row, delta_row, k, v, tile, p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at, scale, softcap,
+    acc, q_tile, dout_tile, lse_row, delta_row, k, v, tile, p_q, lo, hi, b, h,
+    k_strides, v_strides, mask, drop, k_at, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +120,8 @@ def attention_backward_dkdv(
     dout, q, k, v, lse, delta, dk, dv,
     dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Everything is transposed: scores are (keys, queries), so that their tiles feed dv and dk as they are."""
@@ -284,9 +287,8 @@ def backward_launches(
         for total in (dq, dk, dv):
             total.zero_()
         if dq.dtype != lse.dtype and len(q_runs) * len(k_runs) > 1:
-            raise ValueError(
-                f"gradients of {len(q_runs)} x {len(k_runs)} runs of segments add up in {lse.dtype}, not {dq.dtype}: pass such buffers"
-            )
+            pairs = f"{len(q_runs)} x {len(k_runs)} runs of segments"
+            raise ValueError(f"gradients of {pairs} add up in {lse.dtype}, not in {dq.dtype}: pass such buffers")
     for q_first, q_run in q_runs:
         rows = slice(q_first, q_first + num_rows(q_run))
         for k_first, k_run in k_runs:

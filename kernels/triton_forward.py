@@ -46,7 +46,8 @@ def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse,
     q_strides, k_strides, v_strides, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, group, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # heads fastest, so that the heads of a group read the same keys together; the last tile of queries first
@@ -79,13 +80,15 @@ def attention_forward(
     v += head_offset(b, h // group, v_strides)
     for i in range(0, full - begin + end - rest):
         acc, m, total = attend(
-            acc, m, total, q_tile, k, v, split_tile(i, begin, full, rest), p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at,
-            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, True,
+            acc, m, total, q_tile, k, v, split_tile(i, begin, full, rest), p_q, lo, hi, b, h,
+            k_strides, v_strides, mask, drop, k_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, True,
         )  # fmt: skip
     for i in range(full, rest):
         acc, m, total = attend(
-            acc, m, total, q_tile, k, v, i, p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at,
-            scale, softcap, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, False,
+            acc, m, total, q_tile, k, v, i, p_q, lo, hi, b, h,
+            k_strides, v_strides, mask, drop, k_at, scale, softcap,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, False,
         )  # fmt: skip
 
     empty = total == 0

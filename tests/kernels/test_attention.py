@@ -94,7 +94,11 @@ def test_triton_refuses_fp64(device: str) -> None:
 
 
 def test_auto_says_why(capfd: pytest.CaptureFixture) -> None:
-    code = "import torch; from kernels import attention; q = torch.zeros(1, 2, 1, 16, dtype=torch.float64); attention(q, q, q); attention(q, q, q)"
+    code = """
+import torch; from kernels import attention
+q = torch.zeros(1, 2, 1, 16, dtype=torch.float64)
+attention(q, q, q), attention(q, q, q)
+"""
     shown = subprocess.run(
         [sys.executable, "-c", code], env={"RINGSPAN_LOG": "1", "PATH": "", "PYTHONPATH": "."}, capture_output=True, text=True
     )
@@ -153,7 +157,10 @@ def test_selective_checkpointing_keeps_attention(device: str, monkeypatch: pytes
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     q, k, v = qkv(device)
-    block = lambda q, k, v: attention(q.sin(), k.sin(), v, Mask(causal=True)).sin()
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q.sin(), k.sin(), v, Mask(causal=True)).sin()
+
     expected = torch.autograd.grad(block(q, k, v).sum(), (q, k, v))
     for contexts, count in (({}, 2), ({"context_fn": partial(create_selective_checkpoint_contexts, policy)}, 1)):
         runs.clear()

@@ -94,7 +94,11 @@ def test_segments_are_rows_of_the_whole(name: str, shard: str, backend: str, dty
     keys = positions(keys_at, device)
     seen = mask.visible(torch.arange(LENGTH), torch.arange(LENGTH)).to(device)[:, rows][:, :, keys]
     out, lse, grads = dense_rows(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], seen)
-    pad = lambda x: torch.cat([x, torch.full_like(x[:, :5], float("nan"))], 1)  # rows behind the segments
+
+    def pad(x: Tensor) -> Tensor:
+        """Rows behind the segments, which hold anything."""
+        return torch.cat([x, torch.full_like(x[:, :5], float("nan"))], 1)
+
     padded = [pad(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
     got, got_lse = block_forward(*padded, mask, at, keys_at, backend=backend)
     exact = dict(rtol=0, atol=1e-12 if dtype == torch.float64 else 3e-6)
@@ -183,9 +187,11 @@ def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
 @pytest.mark.parametrize("backend, dtype", ENGINES)
 def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: str) -> None:
     q, k, v, dout = (x.requires_grad_() for x in inputs(dtype, device))
-    run = lambda: torch.autograd.grad(
-        attention(q, k, v, Mask(causal=True), deterministic=True, backend=backend), (q, k, v), dout
-    )
+
+    def run() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, Mask(causal=True), deterministic=True, backend=backend)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
     first = run()
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

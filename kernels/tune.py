@@ -1,0 +1,152 @@
+"""Measure the portable kernels' tiles on this GPU: values first, then time.
+
+    python -m kernels.tune --save           every candidate; writes docs/results/tiles-<device>.json
+    python -m kernels.tune --kernels dkdv --widths 128
+
+Candidates are compiled side by side first. Each must reproduce torch's own bf16 attention (a configuration can be fast and
+wrong) and is then timed, causal, at 16k tokens and heads · width = 2048. The fastest go into triton_tiles.py by hand,
+because what is read there should also be understood. No user's first step ever waits for tuning.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import triton_tiles
+from .bench import ROOT, machine, slug
+from .compat import chip, compile_ahead
+from .mask import Mask
+from .segments import whole
+from .triton_backward import backward_launches, output_delta
+from .triton_common import Launch, option_arguments
+from .triton_forward import forward_launches
+
+LENGTH = 16384
+Tile = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}  # that a kernel computes for each pair
+WRONG = 0.01  # relative RMS distance from torch's bf16 kernel
+# (rows kept, rows streamed) with the (warps, stages) worth trying: what a kernel keeps is M, or N for dkdv
+CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
+    64: [
+        (a, b, w, s)
+        for a, b, w in [(64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (64, 32, 4)]
+        for s in (2, 3, 4)
+    ],
+    128: [(a, b, w, s) for a, b, w in [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (128, 128, 8)] for s in (1, 2, 3)],
+    256: [(a, b, w, s) for a, b, w in [(64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 32, 8), (128, 64, 8)] for s in (1, 2, 3)],
+}
+
+
+def tensors(width: int, device: str) -> dict[str, Tensor]:
+    size = (1, LENGTH, 2048 // width, width)
+    made = {
+        name: torch.empty(size, dtype=torch.bfloat16, device=device)
+        for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+    }
+    stats = {name: torch.empty(1, size[2], LENGTH, device=device) for name in ("lse", "delta")}
+    if device != "meta":
+        for name in ("q", "k", "v", "dout"):
+            made[name].normal_()
+    return made | stats
+
+
+def launch(kernel: str, width: int, tile: Tile, t: dict[str, Tensor]) -> Launch:
+    """One launch with this tile, whatever the table says."""
+    a, b, warps, stages = tile
+    block = (b, a) if kernel == "dkdv" else (a, b)
+    triton_tiles.HOPPER[kernel] = triton_tiles.AMPERE[kernel] = triton_tiles.SMALL[kernel] = {256: (*block, warps, stages)}
+    options = option_arguments(0, width**-0.5, 0.0, 0.0, None)
+    at = whole(LENGTH), whole(LENGTH)
+    if kernel == "forward":
+        return next(forward_launches(t["q"], t["k"], t["v"], Mask(causal=True), *at, None, t["out"], t["lse"], options))
+    names = ("dout", "q", "k", "v", "lse", "delta")
+    grads = (t["dq"], t["dk"], t["dv"])
+    both = backward_launches(*(t[name] for name in names), Mask(causal=True), *at, *grads, options, False)
+    return list(both)[kernel == "dkdv"]
+
+
+def compiles(job: tuple[str, int, Tile, str]) -> dict[str, Any]:
+    kernel, width, tile, chip_name = job
+    os.environ["RINGSPAN_CHIP"] = chip_name
+    try:
+        compiled = compile_ahead(launch(kernel, width, tile, tensors(width, "meta")), chip_name)
+    except Exception as error:  # a tile that the compiler refuses is a finding, not a crash
+        return {"status": f"does not compile: {type(error).__name__}"}
+    return {"status": "compiled", "shared": compiled.shared, "registers": compiled.registers, "spills": compiled.spills}
+
+
+def measure(kernel: str, width: int, tile: Tile, t: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, Any]:
+    from triton.testing import do_bench
+
+    call = launch(kernel, width, tile, t)
+    names = {"forward": ["out"], "dq": ["dq"], "dkdv": ["dk", "dv"]}[kernel]
+    for name in names:
+        t[name].fill_(float("nan"))
+    try:
+        call()
+    except Exception as error:
+        return {"status": f"does not run: {type(error).__name__}"}
+    error = max(float((t[n].float() - truth[n].float()).norm() / truth[n].float().norm()) for n in names)
+    if not error <= WRONG:
+        return {"status": "wrong", "error": error}
+    ms = do_bench(call, warmup=30, rep=120, return_mode="median")
+    flops = PRODUCTS[kernel] * 2048 * LENGTH**2  # two for each multiply-add, half for the causal mask
+    return {"status": "ok", "error": error, "ms": ms, "tflops": flops / ms / 1e9}
+
+
+def truth_of(t: dict[str, Tensor]) -> dict[str, Tensor]:
+    q, k, v = (t[name].detach().transpose(1, 2).requires_grad_() for name in "qkv")
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), t["dout"].transpose(1, 2))
+    return {name: x.detach().transpose(1, 2) for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
+    parser.add_argument("--widths", nargs="+", type=int, choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--save", action="store_true", help="write docs/results/tiles-<device>.json")
+    parser.add_argument("--json", type=Path, help="write there instead")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("tiles are measured on a GPU, and torch sees none here")
+    chip_name = chip(torch.device("cuda"))
+    jobs = [(kernel, w, tile) for w in arguments.widths for kernel in arguments.kernels for tile in CANDIDATES[w]]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 2), mp_context=spawn) as pool:
+        rows = [
+            dict(kernel=k, width=w, tile=tile) | compiled
+            for (k, w, tile), compiled in zip(jobs, pool.map(compiles, [(*job, chip_name) for job in jobs]), strict=True)
+        ]
+    for width in arguments.widths:
+        t = tensors(width, "cuda")
+        truth = truth_of(t)
+        launch("forward", width, (64, 32, 4, 1), t)()  # the backward needs a right lse
+        t["delta"].copy_(output_delta(t["dout"], t["out"]))
+        for row in rows:
+            if row["width"] == width and row["status"] == "compiled":
+                row |= measure(row["kernel"], width, row["tile"], t, truth)
+        for kernel in arguments.kernels:
+            mine = [row for row in rows if (row["kernel"], row["width"]) == (kernel, width) and row["status"] == "ok"]
+            for row in sorted(mine, key=lambda row: row["ms"])[:3]:
+                tile, spills = row["tile"], row["spills"]
+                print(
+                    f"{kernel} {width}: {tile} {row['tflops']:.0f} TFLOP/s ({row['ms']:.2f} ms, {spills} B spilled)", flush=True
+                )
+    if arguments.save or arguments.json:
+        result = dict(kind="tiles", **machine(torch.device("cuda")), rows=rows)
+        path = arguments.json or ROOT / "docs" / "results" / f"tiles-{slug(result['device'])}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
