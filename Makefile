@@ -14,7 +14,7 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 .DELETE_ON_ERROR:
 .PHONY: train test lint format tables clean
 
-train: $(VENV)/.run  ## ARGS="experiment=… optim.lr=…" are Hydra overrides
+train: $(VENV)/.run  ## ARGS="--steps=50 --length=256": see python -m trainer.train --help
 	$(BIN)/python -m trainer.train $(ARGS)
 
 test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest

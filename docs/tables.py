@@ -53,6 +53,24 @@ def attention(result: Result) -> str:
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 
+def tiles(result: Result) -> str:
+    """The fastest tile of each kernel and head dim."""
+    lines = [
+        "| kernel | head dim | tile, warps, stages | TFLOP/s | bytes spilled | measured, wrong, not runnable |",
+        "|---|--:|---|--:|--:|---|",
+    ]
+    ok = [row for row in result["rows"] if row["status"] == "ok"]
+    for kernel, width in dict.fromkeys((row["kernel"], row["width"]) for row in ok):
+        its = [row for row in result["rows"] if (row["kernel"], row["width"]) == (kernel, width)]
+        best = min((row for row in its if row["status"] == "ok"), key=lambda row: row["ms"])
+        wrong = sum(row["status"] == "wrong" for row in its)
+        runs = sum(row["status"] == "ok" for row in its)
+        counts = f"{runs}, {wrong}, {len(its) - runs - wrong}"
+        tile = " × ".join(str(n) for n in best["tile"][:2]) + f", {best['tile'][2]}, {best['tile'][3]}"
+        lines.append(f"| {kernel} | {width} | {tile} | {_number(best['tflops'])} | {best['spills']} | {counts} |")
+    return "\n".join(lines) + "\n\n" + _origin(result)
+
+
 def _number(value: float) -> str:
     """Three digits: 626, 53.7, 0.0342."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -65,7 +83,7 @@ def _origin(result: Result) -> str:
     return f"{result['device']}, {result['dtype']}, {versions}, {result['date']}{commit}: `{result['command']}`"
 
 
-KINDS: dict[str, Callable[[Result], str]] = {"attention": attention}
+KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles}
 
 
 def render(name: str, results: Path) -> str:

@@ -119,7 +119,7 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
-    delta = output_delta(dout, out, dlse)
+    delta = output_delta(dout, out, dlse, backend=backend)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)

@@ -104,11 +104,11 @@ def block_forward(
     return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
 
 
-def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out."""
     if dout.shape != out.shape:
         raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree")
-    if out.dtype != torch.float64 and out.shape[-1] <= 256 and triton_runs_on(out.device):
+    if choose_backend(backend, out, out) == "triton":
         delta = _module("triton", backward=True).output_delta(dout, out)
     else:
         acc = accumulation_dtype(out.dtype)

@@ -142,7 +142,10 @@ def main() -> None:
                     f"{kernel} {width}: {tile} {row['tflops']:.0f} TFLOP/s ({row['ms']:.2f} ms, {spills} B spilled)", flush=True
                 )
     if arguments.save or arguments.json:
-        result = dict(kind="tiles", **machine(torch.device("cuda")), rows=rows)
+        command = (
+            f"python -m kernels.tune --kernels {' '.join(arguments.kernels)} --widths {' '.join(map(str, arguments.widths))}"
+        )
+        result = dict(kind="tiles", **machine(torch.device("cuda")), dtype="bf16", command=command, rows=rows)
         path = arguments.json or ROOT / "docs" / "results" / f"tiles-{slug(result['device'])}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}")

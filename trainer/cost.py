@@ -1,8 +1,8 @@
 """What a training step costs in floating-point operations, by the convention that the project's numbers use.
 
-A weight of a matrix product costs 2 operations per token forward and 4 backward. A head of attention costs 4 · D for
-each pair of a query and a key that it sees, and 2.5 times that backward, which has five products for the forward's
-two. The embedding is a look-up and counts nothing, and neither does what runs again in the backward to save memory.
+A weight of a matrix product costs 2 operations per token forward and 4 backward. A head of attention costs, for
+each pair of a query and a key that it sees, 4 · D forward and 2.5 times that backward, which has five products for the
+forward's two. The embedding is a look-up and counts nothing; nor does what runs again in the backward to save memory.
 """
 
 import torch

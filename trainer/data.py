@@ -2,8 +2,8 @@
 
 A file is a document and a byte is a token. Documents stand one after another in a stream; a token's label is the next
 token of its document, and a document's last token has none. Only then is the stream cut into sequences, so the last
-token of a sequence has a label although the label stands in the next one. The rest of a document that was cut is
-a document of its own to the model: attention sees nothing of the sequence before, and positions start at 0.
+token of a sequence keeps a label that stands in the next one. The rest of a document that was cut is to the model a
+document of its own: attention sees nothing of the sequence before, and positions start at 0.
 
 Which sequences make a batch depends on the seed and the number of the step, and on nothing that was drawn before: a run
 that goes on from step n needs to know n, no more.

@@ -16,6 +16,8 @@ def generate(model: GPT, prompt: bytes, num_bytes: int, context: int, temperatur
     """
     if not prompt:
         raise ValueError("prompt is empty: the first byte is predicted from one before it, so give at least one byte")
+    if context < 1 or not temperature > 0:
+        raise ValueError(f"context={context}, temperature={temperature}: context must be at least 1, temperature above 0")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

@@ -39,16 +39,17 @@ def train(
         losses.append(loss.detach())
         num_tokens += batch.tokens.numel()
         flops += training_flops(model.config, batch.tokens.shape, batch.mask)
-        if step % log_every == 0 or step in (1, steps):
+        evaluates = step % eval_every == 0 or step == steps
+        if evaluates or step % log_every == 0 or step == 1:
             value, norm = loss.item(), grad.item()  # waits for the device, so the clock is read after it
             speed, flops = flops / (time.perf_counter() - clock) / 1e12, 0.0
             line = f"{name}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}"
             print(f"{line}  {num_tokens / 1000:.0f}k tok  {speed:.3g} TFLOP/s", flush=True)
             clock = time.perf_counter()
-        if step % eval_every == 0 or step == steps:
+        if evaluates:
             value = evaluate(model, held_out)
             print(f"{name}  held-out loss {value:.3f}  {value / math.log(2):.2f} bits per byte", flush=True)
-            clock = time.perf_counter()
+            clock = time.perf_counter()  # a step's speed is without it
     return torch.stack(losses).tolist()
 
 

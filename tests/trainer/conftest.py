@@ -7,12 +7,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def users_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without Triton's interpreter, in which attention's backward would spend nearly all of the time, and on one thread.
-
-    At these sizes a second thread gains nothing, and where other processes hold the cores it spins for them.
-    """
-    monkeypatch.setattr("kernels.compat.INTERPRETED", False)
+def one_thread() -> Iterator[None]:
+    """At these sizes a second thread gains nothing, and where other processes hold the cores it spins for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

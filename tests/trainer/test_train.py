@@ -146,3 +146,5 @@ def test_a_sample_repeats_and_may_outgrow_the_context() -> None:
     assert sample != generate(learner, b"def ", 40, context=16, seed=1)
     with pytest.raises(ValueError, match="prompt is empty"):
         generate(learner, b"", 1, context=16)
+    with pytest.raises(ValueError, match="temperature=0"):
+        generate(learner, b"a", 1, context=16, temperature=0)
