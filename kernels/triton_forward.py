@@ -1,9 +1,9 @@
 """FlashAttention-2's forward in portable Triton: one tile of queries stays on the chip and streams the keys it can see.
 
 Promises: any segments, interval masks, GQA, carry, softcap, dropout by coordinates; fp32, bf16, fp16; head dims 16 to 256.
-The online softmax starts from the carry (out, lse) if there is one, and divides once at the end. Tiles that the mask splits
-come first, in a loop of their own; the tiles seen whole follow without any compare. The latest query tiles, which see most
-under a causal mask, start first so that the grid's tail is short.
+The online softmax takes in the carry (out, lse), if there is one, as its last term, and divides once. Tiles that the mask
+splits come first, in a loop of their own; the tiles seen whole follow without any compare. The latest query tiles, which see
+most under a causal mask, start first so that the grid's tail is short.
 """
 
 from collections.abc import Iterator
@@ -65,16 +65,9 @@ def attention_forward(
     HEAD: tl.constexpr = mask[0] is not None or mask[2] is not None
     begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
 
-    before = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if carry_lse is not None:
-        carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
-        before = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
-    if carry_out is not None:
-        acc = load_tile(carry_out + head_offset(b, h, carry_out_strides), row, carry_out_strides, row_ok, DV, BLOCK_DV)
-    m = before * LOG2E
-    total = tl.where(before == float("-inf"), 0.0, 1.0)
-
     q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
     k += head_offset(b, h // group, k_strides)
     v += head_offset(b, h // group, v_strides)
@@ -91,6 +84,23 @@ def attention_forward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, False,
         )  # fmt: skip
 
+    before = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if carry_lse is not None:
+        # The carry joins last, in fp32. Had it come first, its lse and not a score would be the rows' largest exponent, and
+        # the largest weight of a row would be rounded to 16 bits where it can be an exact 1.
+        carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
+        before = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        top = tl.maximum(m, before * LOG2E)
+        top_safe = tl.where(top == float("-inf"), 0.0, top)
+        weight, shrink = tl.exp2(before * LOG2E - top_safe), tl.exp2(m - top_safe)
+        total = total * shrink + weight
+        acc *= shrink[:, None]
+        if carry_out is not None:
+            carry_tile = load_tile(
+                carry_out + head_offset(b, h, carry_out_strides), row, carry_out_strides, row_ok, DV, BLOCK_DV
+            )
+            acc += weight[:, None] * carry_tile
+        m = top
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     acc = tl.where(empty[:, None], 0.0, acc / divisor[:, None])
