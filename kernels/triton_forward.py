@@ -90,9 +90,12 @@ def attention_forward(
         # the largest weight of a row would be rounded to 16 bits where it can be an exact 1.
         carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
         before = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
-        top = tl.maximum(m, before * LOG2E)
+        base = before * LOG2E
+        top = tl.maximum(m, base)
         top_safe = tl.where(top == float("-inf"), 0.0, top)
-        weight, shrink = tl.exp2(before * LOG2E - top_safe), tl.exp2(m - top_safe)
+        # exactly 1 where the carry is on top: fused into one operation, the subtraction would leave base's rounding error
+        weight = tl.where(base == top_safe, 1.0, tl.exp2(base - top_safe))
+        shrink = tl.exp2(m - top_safe)
         total = total * shrink + weight
         acc *= shrink[:, None]
         if carry_out is not None:
