@@ -137,8 +137,8 @@ def _(
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key with value 0, so its dp is 0 and ds = p (0 - delta)."""
-    weight = torch.where(lse == -float("inf"), 0, torch.exp(sinks.to(lse.dtype)[None, :, None] - lse))
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+    weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -torch.where(lse == -float("inf"), 0, weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,13 +13,14 @@ import functools
 import importlib
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_block, check_columns, check_options, check_qkv
+from .checks import check_block, check_columns, check_like, check_mask, check_options, check_qkv
 from .compat import triton_runs_on
 from .mask import Mask
 from .reference import Carry, accumulation_dtype
@@ -101,18 +102,22 @@ def block_forward(
     check_block(q, v, mask, carry, last, into)
     options = block_options(q, scale, softcap, dropout, seed)
     run = _module(choose_backend(backend, q, v), backward=False)
-    return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
+    with _own_precision(q):
+        return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
 
 
 def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out."""
-    if dout.shape != out.shape:
-        raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree")
+    if dout.ndim != 4 or dout.shape != out.shape:
+        raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree and be (B, S, Hq, Dv)")
     if choose_backend(backend, out, out) == "triton":
         delta = _module("triton", backward=True).output_delta(dout, out)
     else:
         acc = accumulation_dtype(out.dtype)
-        delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
+        with _own_precision(out):
+            delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
+    if dlse is not None:
+        check_like("dlse", dlse, delta.shape, delta.dtype, delta.device)
     return delta if dlse is None else delta.sub_(dlse)
 
 
@@ -148,24 +153,42 @@ def block_backward(
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
     check_block(q, v, mask, None, True, None)
     options = block_options(q, scale, softcap, dropout, seed)
+    acc, stats = accumulation_dtype(q.dtype), (q.shape[0], q.shape[2], q.shape[1])
+    check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    check_like("lse", lse, stats, acc, q.device)
+    check_like("delta", delta, stats, acc, q.device)
     for name, grad, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if grad.shape != like.shape:
             raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
         check_columns(name, grad)
-        if accumulate and grad.dtype != lse.dtype:
-            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {lse.dtype} (or pass accumulate=False)")
+        if accumulate and grad.dtype != acc:
+            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
     run = _module(choose_backend(backend, q, v), backward=True)
-    run.block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options)
+    with _own_precision(q):
+        run.block_backward(
+            dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options
+        )
 
 
 def _place(
     q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, k_at: list[Segment] | None
 ) -> tuple[Mask, list[Segment], list[Segment]]:
+    mask = Mask() if mask is None else mask
     if (q_at is None) != (k_at is None):
         raise ValueError("q_at and k_at are given together or not at all")
+    if not isinstance(mask, Mask) or q_at is None:
+        check_mask(q, k, mask)
     if q_at is None or k_at is None:
         q_at, k_at = whole(q.shape[1], k.shape[1] - q.shape[1]), whole(k.shape[1])
-    return mask or Mask(), check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
+    q_at, k_at = check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
+    if any(start < 0 for start, _, _ in k_at):
+        raise ValueError(f"k_at={k_at}: keys stand at positions >= 0; queries before the first key may be negative")
+    return mask, q_at, k_at
+
+
+def _own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast would lower our fp32 sums."""
+    return torch.autocast(x.device.type, enabled=False) if x.device.type != "meta" else nullcontext()
 
 
 def block_options(q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None) -> dict[str, Any]:

@@ -60,7 +60,11 @@ def check_mask_batch(q: Tensor, mask: Mask) -> None:
 
 
 def check_options(q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None) -> None:
-    if scale is not None and not math.isfinite(scale):
+    numbers = {"scale": 1.0 if scale is None else scale, "softcap": softcap, "dropout": dropout}
+    for name, value in numbers.items():
+        if isinstance(value, bool | str | Tensor) or value is None:
+            raise ValueError(f"{name}={value!r} must be a Python number: a tensor would have to be waited for")
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale} must be a finite number, or None for head_dim ** -0.5")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be >= 0, where 0 turns it off")
@@ -78,6 +82,8 @@ def check_options(q: Tensor, scale: float | None, softcap: float, dropout: float
 
 
 def check_sinks(q: Tensor, sinks: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks must be a tensor of shape ({q.shape[2]},), not {type(sinks).__name__}")
     if not sinks.is_floating_point() or sinks.shape != (q.shape[2],):
         raise ValueError(
             f"sinks are {sinks.dtype} {tuple(sinks.shape)}; they must be floats of shape ({q.shape[2]},), one a query head"
@@ -97,14 +103,19 @@ def check_block(q: Tensor, v: Tensor, mask: Mask, carry: Carry | None, last: boo
         for part, x, shape, dtype in zip(("out", "lse"), pair, shapes, dtypes, strict=True):
             if x is None and (name, part) == ("carry", "out"):
                 continue
-            if x.shape != shape or x.dtype != dtype or x.device != q.device:
-                raise ValueError(
-                    f"{name}'s {part} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {q.device}"
-                )
+            if x is None:
+                raise ValueError(f"{name}'s {part} is None; only a carry's out may be, for zeros")
+            check_like(f"{name}'s {part}", x, shape, dtype, q.device)
     if into is not None:
         check_columns("into's out", into[0])
 
 
 def check_columns(name: str, written: Tensor) -> None:
-    if written.stride(-1) != 1:
-        raise ValueError(f"{name} has strides {written.stride()}: what a kernel writes needs stride 1 in its last dimension")
+    even = all(stride % 8 == 0 for stride, n in zip(written.stride()[:-1], written.shape[:-1], strict=True) if n > 1)
+    if written.numel() and not (written.stride(-1) == 1 and even):
+        raise ValueError(f"{name} has strides {written.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
+
+
+def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {tuple(shape)} on {device}")

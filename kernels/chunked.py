@@ -38,7 +38,7 @@ def block_forward(
     out, lse = into or new_outputs(q, v, last)
     carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
     q_positions, k_positions = positions(q_at, q.device), positions(k_at, q.device)
-    for rows, key_chunks in _walk(mask, q_at, k_at, GPU_FACTOR if q.is_cuda else 1):
+    for rows, key_chunks in _walk(mask, q_at, k_at, len(q), GPU_FACTOR if q.is_cuda else 1):
         acc = lse.new_zeros((len(q), rows.stop - rows.start, *out.shape[2:])) if carry_out is None else carry_out[:, rows]
         stats = carry_lse[:, :, rows]
         for keys in key_chunks:
@@ -74,7 +74,7 @@ def block_backward(
     # Many tiles add to one row of dk, so the sums must run in the accumulation dtype even if the result is bf16.
     totals = [g.to(lse.dtype) if accumulate else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]
     q_positions, k_positions = positions(q_at, q.device), positions(k_at, q.device)
-    for rows, key_chunks in _walk(mask, q_at, k_at, GPU_FACTOR if q.is_cuda else 1):
+    for rows, key_chunks in _walk(mask, q_at, k_at, len(q), GPU_FACTOR if q.is_cuda else 1):
         for keys in key_chunks:
             tile = Tile(mask, q_positions[rows], k_positions[keys], head_start, scale, softcap, dropout, seed)
             parts = tile.backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows])
@@ -85,11 +85,13 @@ def block_backward(
             given.copy_(total)
 
 
-def _walk(mask: Mask, q_at: list[Segment], k_at: list[Segment], factor: int) -> Iterator[tuple[slice, list[slice]]]:
+def _walk(mask: Mask, q_at: list[Segment], k_at: list[Segment], batch: int, factor: int) -> Iterator[tuple[slice, list[slice]]]:
     """Each chunk of query rows with the chunks of key rows that its first and last row can reach.
 
     The bounds are read on the CPU, from the coarse mask, so that a GPU is never waited for.
     """
+    if batch == 0:
+        return  # nothing to bound, nothing to do
     q_chunk, k_chunk = Q_CHUNK * factor, K_CHUNK * factor
     q_positions, k_positions = positions(q_at), positions(k_at)
     lo, hi = mask.coarse().interval(q_positions)

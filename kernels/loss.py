@@ -65,8 +65,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: floa
     for name, x in (("weight", weight), ("labels", labels)):
         if x.device != hidden.device:
             raise ValueError(f"{name}: on {x.device}, but hidden is on {hidden.device}; move one with .to(device)")
-    if not 0.0 <= label_smoothing < 1.0:  # NaN fails too, here and below
-        raise ValueError(f"label_smoothing: {label_smoothing}; it must be in [0, 1)")
+    if not 0.0 <= label_smoothing <= 1.0:  # NaN fails too, here and below
+        raise ValueError(f"label_smoothing: {label_smoothing}; it must be in [0, 1]")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name}: {value}; it must be finite and ≥ 0, where 0 turns it off")

@@ -43,7 +43,9 @@ class Mask:
         documents: Tensor | Sequence[int] | None = None,
         prefix: int | Tensor | None = None,
     ) -> None:
-        self.causal = bool(causal)
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal={causal!r} must be True or False (a window is given by name: window=…)")
+        self.causal = causal
         left, right = _window(window, self.causal)
         if prefix is not None and (not self.causal or window is not None):
             raise ValueError(
@@ -58,12 +60,19 @@ class Mask:
         self._elsewhere: dict[torch.device, Bounds] = {}
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], causal: bool = False, window: int | tuple[int, int] | None = None) -> "Mask":
+    def from_lengths(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        prefix: int | Tensor | None = None,
+    ) -> "Mask":
         """Documents packed one after another, given by their lengths: `Mask.from_lengths([512, 3584], causal=True)`."""
-        counts = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
-        if counts.ndim != 1 or (counts < 0).any():
-            raise ValueError(f"lengths must be a flat list of numbers >= 0, not {lengths}: give ids for a batch")
-        return cls(causal, window, torch.repeat_interleave(torch.arange(len(counts)), counts))
+        counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise ValueError(f"lengths must be a flat list of integers >= 0, not {lengths}: give ids for a batch")
+        ids = [torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(counts)]
+        return cls(causal, window, torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32), prefix)
 
     def bounds(self, device: torch.device | str = "cpu") -> Bounds:
         """The mask's numbers on a device, moved there once and without waiting for it."""
@@ -164,9 +173,9 @@ def _documents(documents: Tensor | Sequence[int]) -> Tensor:
 
 def _prefix(prefix: int | Tensor) -> Tensor:
     if isinstance(prefix, Tensor):
-        if prefix.is_floating_point() or prefix.dtype == torch.bool or prefix.ndim > 1:
+        if prefix.is_floating_point() or prefix.is_complex() or prefix.dtype == torch.bool or prefix.ndim > 1:
             raise ValueError(f"prefix must be an int or integers of shape (B,), not {prefix.dtype} {tuple(prefix.shape)}")
-        return prefix.reshape(-1).to(torch.int32)
+        return prefix.reshape(-1).clamp(max=POSITION_LIMIT).to(torch.int32, copy=True)
     if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
         raise ValueError(f"prefix={prefix!r} must be an int >= 0 or a tensor of shape (B,)")
     return torch.tensor([min(prefix, POSITION_LIMIT)], dtype=torch.int32)
@@ -183,7 +192,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.where(torch.cat([edge, change], -1), index, 0).cummax(-1).values
     ends = torch.where(torch.cat([change, edge], -1), index, length).flip(-1).cummin(-1).values.flip(-1)
     ends = torch.where(ids < 0, starts - 1, ends)
-    return starts.to(torch.int32), ends.to(torch.int32)
+    return starts.to(torch.int32).contiguous(), ends.to(torch.int32).contiguous()  # kernels know one stride, of both
 
 
 def _document(p: Tensor, starts: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,4 +214,4 @@ def _send(tensor: Tensor | None, device: torch.device) -> Tensor | None:
         return tensor
     if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
         tensor = tensor.pin_memory()  # from pageable memory the copy would wait (and Dynamo cannot trace this)
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type == "cuda")  # on the CPU it has to be there before it is read

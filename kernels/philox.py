@@ -14,7 +14,7 @@ WORD = 0xFFFFFFFF
 
 
 def threshold(rate: float) -> int:
-    return min(round(rate * 2**32), WORD)
+    return round(rate * 2**32)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,17 +48,18 @@ def keep_tile(seed, limit, batch, head, p_q, p_k, QUADS: tl.constexpr):
     QUADS promises that the tile's keys are consecutive and start at a multiple of 4: then one Philox call serves four of
     them. Otherwise every weight pays for its own call.
     """
+    # limit may be 2**32, and a limit of 1 is a constant to Triton: compare in 64 bits
     if QUADS:
         ROWS: tl.constexpr = p_q.shape[0]
         COLUMNS: tl.constexpr = p_k.shape[1]
         quad = tl.min(p_k, 1)[:, None] // 4 + tl.arange(0, COLUMNS // 4)[None, :]
         w0, w1, w2, w3 = _words(seed, batch, head, p_q, quad)
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (rows, quads, 2, 2), in the order 0 1 2 3
-        return tl.reshape(words, (ROWS, COLUMNS)) >= limit.to(tl.uint32)
+        return tl.reshape(words, (ROWS, COLUMNS)).to(tl.int64) >= limit
     else:
         w0, w1, w2, w3 = _words(seed, batch, head, p_q, p_k // 4)
         word = p_k % 4
-        return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)) >= limit.to(tl.uint32)
+        return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)).to(tl.int64) >= limit
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from .triton_common import (
     load_rows,
     load_tile,
     mask_argument,
+    on_device_of,
     option_arguments,
     position,
     quads,
@@ -205,6 +206,8 @@ def add_dkdv(
     ds = p * (dp - delta_row[None, :])
     if softcap is not None:
         ds *= 1 - s * s
+    if SPLIT:
+        ds = tl.where(visible, ds, 0.0)  # once more: delta may be NaN in a row that sees nothing
     dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
 
@@ -232,7 +235,8 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
         block = 64
         strides = dout.stride()[:3], out.stride()[:3]
         grid = (batch * heads * triton.cdiv(rows, block),)
-        row_products[grid](dout, out, delta, *strides, rows, heads, width, triton.next_power_of_2(width), block)
+        with on_device_of(out):
+            row_products[grid](dout, out, delta, *strides, rows, heads, width, triton.next_power_of_2(width), block)
     return delta
 
 
@@ -259,8 +263,13 @@ def block_backward(
 ) -> None:
     dout, q, k, v = (aligned(x) for x in (dout, q, k, v))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
-    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, options, accumulate):
+    pieces = len(ascending_runs(q_at)) * len(ascending_runs(k_at))
+    totals = [g if accumulate or pieces == 1 else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]  # sums in fp32
+    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, *totals, options, accumulate):
         call()
+    for given, total in zip((dq, dk, dv), totals, strict=True):
+        if total is not given:
+            given.copy_(total)
 
 
 def backward_launches(
@@ -286,9 +295,6 @@ def backward_launches(
     if not accumulate and not single:  # overwrite once, then add
         for total in (dq, dk, dv):
             total.zero_()
-        if dq.dtype != lse.dtype and len(q_runs) * len(k_runs) > 1:
-            pairs = f"{len(q_runs)} x {len(k_runs)} runs of segments"
-            raise ValueError(f"gradients of {pairs} add up in {lse.dtype}, not in {dq.dtype}: pass such buffers")
     for q_first, q_run in q_runs:
         rows = slice(q_first, q_first + num_rows(q_run))
         for k_first, k_run in k_runs:

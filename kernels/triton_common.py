@@ -8,6 +8,7 @@ Kernels take their long lists as tuples; an element that is None costs nothing, 
     *_strides = of batch, row and head; columns are consecutive
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +214,13 @@ class Launch:
 
     def __call__(self) -> None:
         if 0 not in self.grid:
-            self.kernel[self.grid](**self.arguments)
+            with on_device_of(self.arguments["q"]):
+                self.kernel[self.grid](**self.arguments)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
 
 
 def at_argument(segments: list[Segment]) -> tuple[int | None, ...]:
@@ -236,6 +243,7 @@ def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None
 
 
 def option_arguments(head_start: int, scale: float, softcap: float, dropout: float, seed: Tensor | None) -> dict[str, Any]:
+    seed = None if seed is None else seed.contiguous()  # an expanded one would have the stride of a single one
     drop = None if seed is None else (seed, batch_stride(seed, 1), 1 - dropout, threshold(dropout), head_start)
     return dict(scale=scale, softcap=softcap or None, drop=drop, PRESCALED=scale <= 0)
 

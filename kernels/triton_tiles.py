@@ -52,7 +52,7 @@ def tiles_for(kernel: str, q: Tensor, v: Tensor, extras: bool) -> dict[str, Any]
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(q.shape[-1])),
         BLOCK_DV=max(16, triton.next_power_of_2(v.shape[-1])),
-        PRECISION="ieee" if chip_name == "gfx942" else "tf32x3",
+        PRECISION="ieee" if chip_name.startswith("gfx") else "tf32x3",
         num_warps=warps,
         num_stages=stages,
     )

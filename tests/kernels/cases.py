@@ -34,6 +34,7 @@ CASES = [
     Case("documents-full", documents=packed(1, 1, 30, 38)),
     Case("documents-padded", documents=packed(-3, 20, -7, 25, -15), causal=True, sinks=True),
     Case("documents-batch", documents=(packed(70), packed(32, 32, -6)), batch=2, causal=True, window=11),
+    Case("no-batch", batch=0, documents=packed(20, 50), causal=True),
     Case("documents-unordered", documents=(5,) * 20 + (2,) * 20 + (5,) * 30),
     Case("all-padding", documents=packed(-70), causal=True),
     Case("prefix", causal=True, prefix=25),

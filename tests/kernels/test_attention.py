@@ -202,3 +202,38 @@ def test_auto_takes_triton_only_on_a_gpu(device: str) -> None:
     q, _, v = qkv(device)
     assert choose_backend("auto", q, v) == ("triton" if device == "cuda" else "chunked")
     assert choose_backend("auto", q.double(), v.double()) == "chunked"
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_documents_and_seeds_in_any_memory(backend: str, device: str) -> None:
+    """Transposed ids and expanded seeds mean what their contiguous copies mean."""
+    q, k, v = (x.detach() for x in qkv(device))
+    ids = torch.randint(-1, 2, (24, 2), device=device).T
+    seed = torch.tensor(5, device=device).expand(2)
+    odd = attention(q, k, v, Mask(documents=ids), dropout=0.5, seed=seed, backend=backend)
+    plain = attention(q, k, v, Mask(documents=ids.contiguous()), dropout=0.5, seed=seed.contiguous(), backend="reference")
+    torch.testing.assert_close(odd, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_leaves_the_sums_alone() -> None:
+    q, k, v = (x.detach().bfloat16() for x in qkv())
+    _, expected = attention(q, k, v, return_lse=True, backend="chunked")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, lse = attention(q, k, v, return_lse=True, backend="chunked")
+    assert torch.equal(lse, expected)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_nan_in_the_gradient_of_an_empty_row(backend: str, device: str) -> None:
+    """logaddexp(lse, -inf) gives one: rows that see nothing pass nothing on."""
+    q, k, v = qkv(device)
+    out, lse = attention(q, k[:, :10], v[:, :10], Mask(causal=True), return_lse=True, backend=backend)
+    dlse = torch.where(torch.isinf(lse), float("nan"), 1.0)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse))
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+def test_a_mask_made_inside_a_compiled_function() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    layer = torch.compile(lambda: attention(q, k, v, Mask.from_lengths([10, 14], causal=True)), fullgraph=True, backend="eager")
+    torch.testing.assert_close(layer(), attention(q, k, v, Mask.from_lengths([10, 14], causal=True)))

@@ -245,3 +245,23 @@ def test_wrong_blocks(device: str) -> None:
     low = [x.bfloat16() for x in (q, k, v)]
     with pytest.raises(ValueError, match="dq"):
         block_backward(dout, *low, lse, lse, None, None, None, *low)
+
+
+def test_blocks_check_what_they_are_given(device: str) -> None:
+    q, k, v, dout = inputs(torch.float32, device)
+    out, lse = block_forward(q, k, v, None)
+    delta, grads = output_delta(dout, out), [torch.zeros_like(x) for x in (q, k, v)]
+    for position, name in ((0, "dout"), (4, "lse"), (5, "delta")):
+        given = [dout, q, k, v, lse, delta]
+        given[position] = given[position][:1]
+        with pytest.raises(ValueError, match=name):
+            block_backward(*given, None, None, None, *grads)
+    with pytest.raises(ValueError, match="dlse"):
+        output_delta(dout, out, torch.zeros(LENGTH, device=device))
+    with pytest.raises(ValueError, match="k_at"):
+        block_forward(q, k, v, None, whole(LENGTH), whole(LENGTH, start=-5))
+    with pytest.raises(ValueError, match="mask"):
+        block_forward(q, k, v, torch.ones(LENGTH, LENGTH))
+    with pytest.raises(ValueError, match="strides"):
+        wide = torch.zeros(2, LENGTH, 4, 20, device=device)[..., :16]
+        block_backward(dout, q, k, v, lse, delta, None, None, None, wide, *grads[1:])
