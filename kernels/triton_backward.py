@@ -185,6 +185,8 @@ def add_dkdv(
         row_ok = rows_of(row, q_at, mask, b)
     lse_row = load_rows(lse, row, b, h, lse_strides, row_ok) * LOG2E
     delta_row = load_rows(delta, row, b, h, delta_strides, row_ok)
+    if SPLIT:  # a row that sees nothing may come with a NaN, and 0 · NaN is NaN
+        delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
     q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
     dout_tile = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row_ok, DV, BLOCK_DV)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -206,8 +208,6 @@ def add_dkdv(
     ds = p * (dp - delta_row[None, :])
     if softcap is not None:
         ds *= 1 - s * s
-    if SPLIT:
-        ds = tl.where(visible, ds, 0.0)  # once more: delta may be NaN in a row that sees nothing
     dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
 

@@ -244,7 +244,7 @@ def test_wrong_blocks(device: str) -> None:
         output_delta(dout[:, 1:], out)
     low = [x.bfloat16() for x in (q, k, v)]
     with pytest.raises(ValueError, match="dq"):
-        block_backward(dout, *low, lse, lse, None, None, None, *low)
+        block_backward(dout.bfloat16(), *low, lse, lse, None, None, None, *low)
 
 
 def test_blocks_check_what_they_are_given(device: str) -> None:
