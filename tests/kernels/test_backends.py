@@ -13,7 +13,7 @@ from .dense import Case, assert_close, dense
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
+def check_case(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
     given = case.tensors(dtype, device)
     mask = case.mask(device)
     leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
@@ -47,7 +47,7 @@ def run(case: Case, backend: str, dtype: torch.dtype, device: str) -> None:
 def test_sweep(case: Case, backend: str, dtype: str, device: str, poisoned_memory: None, monkeypatch) -> None:
     monkeypatch.setattr("kernels.chunked.Q_CHUNK", 16)  # several chunks at these lengths
     monkeypatch.setattr("kernels.chunked.K_CHUNK", 24)
-    run(case, backend, DTYPES[dtype], device)
+    check_case(case, backend, DTYPES[dtype], device)
 
 
 SIXTEEN_BIT = [
@@ -58,4 +58,4 @@ SIXTEEN_BIT = [
 @pytest.mark.parametrize("case", CASES if HAS_GPU else SIXTEEN_BIT, ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sweep_in_16_bits(case: Case, dtype: str, device: str, poisoned_memory: None) -> None:
-    run(case, "triton", DTYPES[dtype], device)
+    check_case(case, "triton", DTYPES[dtype], device)

@@ -9,7 +9,7 @@ from kernels.segments import whole
 
 from .cases import CASES
 from .dense import Case
-from .test_backends import run
+from .test_backends import check_case
 
 pytestmark = pytest.mark.gpu
 
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: None) -> None:
-    run(case.grown(13), "triton", dtype, "cuda")
+    check_case(case.grown(13), "triton", dtype, "cuda")
 
 
 @pytest.mark.parametrize("width", range(16, 257, 8))
 @pytest.mark.parametrize("v_width", [None, 24, 128])
 def test_every_head_dim(width: int, v_width: int | None, poisoned_memory: None) -> None:
     case = Case(f"width-{width}-{v_width}", rows=300, width=width, v_width=v_width, causal=True, heads=(4, 2))
-    run(case, "triton", torch.bfloat16, "cuda")
+    check_case(case, "triton", torch.bfloat16, "cuda")
 
 
 LONG = {
