@@ -209,8 +209,7 @@ def consume(
         ds_all.slice(ME * 64, 64).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(i % 2), count=1)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
+        dv = warpgroup_mma_wait(0, deps=(dv,))
         # Two buffers need no barrier for being free: whoever has passed this one for tile i has read tile i - 1.
         wait_full(ds_full, i, 2)
         column = 0
@@ -221,25 +220,23 @@ def consume(
             column = ME * DQ_WIDTH
             k_half = k_all.slice(ME * DQ_WIDTH, DQ_WIDTH, dim=1)
             dq = warpgroup_mma(ds_all.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
         before = place
         if AHEAD:  # the next tile's scores run while dq is handed on (nobody's scores, behind the last one)
             place = (i + 1) % STAGES
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
             s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
-            dk = warpgroup_mma_wait(2, deps=(dk,))
-            mbarrier.arrive(free_at.index(before), count=1)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-        else:
-            dk = warpgroup_mma_wait(1, deps=(dk,))
-            mbarrier.arrive(free_at.index(before), count=1)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = warpgroup_mma_wait(1 + AHEAD, deps=(dq,))
         tma.store_wait(0)
         dq_mine.reshape([64, DQ_WIDTH]).store(dq * scale)
         fence_async_shared()
         tma_add(dq_to, [b, h, row, column], dq_mine)
         if AHEAD:
-            s = warpgroup_mma_wait(0, deps=(s,))
+            dk, s = warpgroup_mma_wait(0, deps=(dk, s))
+        else:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(free_at.index(before), count=1)
     tma.store_wait(0)
     write(dk * scale, dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
     write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
