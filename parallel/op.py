@@ -150,8 +150,8 @@ class Call:
         if n.ranks == 1:
             return
         described = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        described |= {"the dtype": str(q.dtype), "the device type": q.device.type, "the layout": str(layout)}
-        described |= {"the mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
+        described |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout)}
+        described |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
         described |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
         described |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
         described |= {"transport": transport}

@@ -3,11 +3,9 @@
     (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of all tokens of the group, for this rank's heads
 
 A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
-heads that do not divide by U are repeated, but only as far as needed: to lcm(Hkv, U), so that each rank gets those its
-query heads use. The exchange is one custom op, whose backward is the exchange the other way.
+heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The exchange is one custom op, whose backward is the exchange the other way.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -29,8 +27,7 @@ def to_tokens(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def repeat_heads(x: Tensor, size: int) -> Tensor:
-    heads = x.shape[2]
-    times = math.lcm(heads, size) // heads
+    times = next(n for n in range(1, size + 1) if x.shape[2] * n % size == 0)
     return x if times == 1 else x.repeat_interleave(times, 2)
 
 

@@ -37,7 +37,7 @@ class Pool:
         self, size: int, backend: str = "gloo", timeout: float = 60, environment: dict[str, str] | None = None
     ) -> None:
         self.size, self.timeout = size, timeout
-        store = tempfile.NamedTemporaryFile(prefix="ringspan-store-", delete=False).name
+        store = os.path.join(tempfile.mkdtemp(prefix="ringspan-"), "store")
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):

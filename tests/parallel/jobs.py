@@ -1,0 +1,171 @@
+"""More that ranks are told to do: the operator under compile and checkpointing, what moves, and what goes wrong."""
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from kernels import Mask, attention
+from parallel import Layout, Mesh, context_attention, progress, ring_attention
+from parallel.transport import moved
+
+from .work import Case, differences, inputs, make_mask, mesh, shard_of, shared, single
+
+CAUSAL = dict(causal=True)
+
+
+def blocks_moved(case: Case) -> dict[str, tuple[int, int]]:
+    """("kv", "dkv") that came to this rank in the forward, the backward, and what a checkpoint computes again."""
+    given = inputs(case)
+    here = mesh(case.ring, case.ulysses)
+    layout, rank = here.layout(case.kind, case.length), here.context_rank
+    q, k, v, dout = (layout.shard(given[name], 1, rank) for name in ("q", "k", "v", "dout"))
+    counts: dict[str, tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def counting(name: str):
+        before = moved["kv"], moved["dkv"]
+        yield
+        counts[name] = moved["kv"] - before[0], moved["dkv"] - before[1]
+
+    def layer(x: Tensor) -> Tensor:
+        options = dict(mask=make_mask(case.mask), layout=layout, mesh=here, transport=case.transport, backend=case.backend)
+        return context_attention(x * 1.5, k, v.sin(), **options).cos()
+
+    def keep(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        kept = op in (torch.ops.ringspan.ring_forward.default, torch.ops.ringspan.exchange_heads.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = q.requires_grad_()
+    with counting("forward"):
+        plain = layer(x)
+    with counting("backward"):
+        (expected,) = torch.autograd.grad(plain, x, dout)
+    with counting("forward, checkpointed"):
+        out = checkpoint(layer, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(keep))
+    with counting("backward, checkpointed"):
+        (grad,) = torch.autograd.grad(out, x, dout)
+    assert torch.equal(out, plain) and torch.equal(grad, expected)
+    return counts
+
+
+def compiled(case: Case) -> dict[str, float]:
+    """torch.compile(fullgraph=True) of attention with something around it gives what eager gives."""
+    given = inputs(case)
+    here = mesh(case.ring, case.ulysses)
+    layout, rank = here.layout(case.kind, case.length), here.context_rank
+    mask = make_mask(case.mask)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        options = dict(mask=mask, layout=layout, mesh=here, backend=case.backend, return_lse=True, **case.options)
+        out, lse = context_attention(q * 1.5, k, v.sin(), **options)
+        return out.cos(), lse
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        q, k, v = (layout.shard(given[name], 1, rank).requires_grad_() for name in "qkv")
+        out, lse = function(q, k, v)
+        loss = (out * layout.shard(given["dout"], 1, rank)).sum() + lse.nan_to_num(0, 0, 0).sum()
+        grads = torch.autograd.grad(loss, (q, k, v))
+        results.append({"out": out.detach(), "lse": lse.detach(), "dq": grads[0], "dk": grads[1], "dv": grads[2]})
+    return differences(results[1], results[0])
+
+
+def two_backwards(case: Case) -> dict[str, float]:
+    """Two forwards, then their backwards in the other order, with different inputs: no buffer is stale."""
+    here = mesh(case.ring, case.ulysses)
+    layout, rank = here.layout(case.kind, case.length), here.context_rank
+    runs = []
+    for seed in (1, 2):
+        given = inputs(case, seed)
+        leaves = [layout.shard(given[name], 1, rank).requires_grad_() for name in "qkv"]
+        out = context_attention(*leaves, make_mask(case.mask), layout=layout, mesh=here, backend=case.backend)
+        runs.append((given, leaves, out))
+    errors: dict[str, float] = {}
+    for given, leaves, out in reversed(runs):
+        grads = torch.autograd.grad(out, leaves, layout.shard(given["dout"], 1, rank))
+        got = {"out": out.detach()} | {f"d{name}": g for name, g in zip("qkv", grads, strict=True)}
+        expected = shard_of(case, single(case, given | {"dlse": torch.zeros_like(given["dlse"])}))
+        for name, error in differences(got, {name: expected[name] for name in got}).items():
+            errors[name] = max(error, errors.get(name, 0.0))
+    return errors
+
+
+def bit_equal(case: Case) -> bool:
+    given = inputs(case)
+    first = shared(case, given)
+    again = [shared(case, given) for _ in range(4)]
+    return all(torch.equal(first[name], other[name]) for other in again for name in first)
+
+
+def rms_against_one(case: Case) -> dict[str, tuple[float, float]]:
+    """RMS error against fp64 of the ring's results, and of a single call in the same dtype."""
+    given = inputs(case)
+    exact = Case(**{**case.__dict__, "dtype": torch.float64, "backend": "reference"})
+    whole = {name: x.double() for name, x in given.items()}
+    truth, one, many = shard_of(case, single(exact, whole)), shard_of(case, single(case, given)), shared(case, given)
+    found = {}
+    for name in ("out", "dq", "dk", "dv"):
+        sums = torch.stack([(x[name].double() - truth[name]).square().sum() for x in (many, one)])
+        dist.all_reduce(sums)
+        found[name] = float(sums[0]) ** 0.5, float(sums[1]) ** 0.5
+    return found
+
+
+def meshes(data: int, ring: int, ulysses: int) -> dict[str, Any]:
+    here = Mesh(data, ring, ulysses, timeout=30)
+    groups = {name: getattr(here, f"{name}_group") for name in ("data", "context", "ring", "ulysses")}
+    ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    positions = {name: group.rank() for name, group in groups.items()}
+    here_ranks = dict(data=here.data_rank, context=here.context_rank, ring=here.ring_rank, ulysses=here.ulysses_rank)
+    assert positions == here_ranks, (positions, here_ranks)
+    return ranks | {"rank": dist.get_rank()}
+
+
+def wrong_mesh(**sizes: int) -> None:
+    Mesh(**sizes)
+
+
+def replicas() -> float:
+    """Two data replicas with different sequences, each over its own ring."""
+    here = mesh(2, 1, 2)
+    case = Case("replicas", ring=2, length=21, mask=CAUSAL)
+    given = inputs(case, seed=here.data_rank)
+    layout, rank = here.layout("zigzag", 21), here.context_rank
+    q, k, v = (layout.shard(given[name], 1, rank) for name in "qkv")
+    out = context_attention(q, k, v, Mask(**CAUSAL), layout=layout, mesh=here, backend="reference")
+    expected = attention(*(given[name] for name in "qkv"), Mask(**CAUSAL), backend="reference")
+    return float((out - layout.shard(expected, 1, rank)).abs().max())
+
+
+def attend(length: int = 16, heads: int = 2, odd: int | None = None, **changes: Any) -> None:
+    """A ring over all ranks, where rank `odd` does something else."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout("zigzag", length, ranks)
+    what = dict(changes) if odd is None or rank == odd else {}
+    rows = layout.local_length + what.pop("more_rows", 0)
+    dtype, kv_heads = what.pop("dtype", torch.float32), what.pop("kv_heads", heads)
+    q, k, v = (torch.randn(1, rows, n, 16, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    ring_attention(q, k, v, **{"mask": Mask(**CAUSAL), "layout": layout} | what)
+
+
+def attend_and(rank_that: int, does: str, calls: int) -> None:
+    """Some good calls; then a rank dies or stalls at the start of the next, and the others say what they saw."""
+    progress.at(step=7, layer=3)
+    for _ in range(calls):
+        attend()
+    if dist.get_rank() == rank_that:
+        if does == "dies":
+            os._exit(1)
+        time.sleep(8)  # longer than the others' limit
+        return
+    begun = time.monotonic()
+    try:
+        attend()
+    except RuntimeError as error:
+        raise RuntimeError(f"after {time.monotonic() - begun:.0f} s: {error}") from error
