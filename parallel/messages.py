@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import progress
 from .groups import Pair, timeout_of
+from .packed import new_packed, pack
 from .plan import Piece, Plan
 
 
@@ -34,8 +35,8 @@ class Messages:
         self.seconds = timeout_of(pair.group, device).total_seconds()
         self.published: Tensor | None = None
 
-    def publish(self, packed: Tensor) -> None:
-        self.published = packed
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        self.published = pack(k, v, new_packed(k.shape[1], k, v))
 
     def fetch(self, index: int, into: Tensor) -> Transfer:
         """The rows of others that this rank uses in a step; and the others get theirs."""

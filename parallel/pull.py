@@ -13,6 +13,7 @@ Barriers end with an error of the device at the group's time limit. No multicast
 """
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from torch import Tensor
 from . import progress
 from .groups import Pair, timeout_of
 from .messages import Transfer, slots
+from .packed import new_packed, pack
 from .plan import Piece, Plan
+
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 _pools: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # (group, use) → this rank's symmetric memory, and its handle
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -37,10 +41,10 @@ class Pull:
             _streams[device] = torch.cuda.Stream(device)
         self.side = _streams[device]
 
-    def publish(self, packed: Tensor) -> None:
-        mine = self._symmetric("kv", len(packed), packed)
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        mine = self._symmetric("kv", k.shape[1], new_packed(0, k, v))
         self._barrier("kv")
-        mine.copy_(packed)
+        pack(k, v, mine)
         self._barrier("kv")
 
     def fetch(self, index: int, into: Tensor) -> Transfer:
@@ -88,3 +92,8 @@ class Pull:
     def _barrier(self, use: str) -> None:
         _pools[self.pair.group.group_name, use][1].barrier(channel=0, timeout_ms=int(self.seconds * 1000))
         progress.expect(f"all ranks in a barrier over {use}", self.seconds)
+
+
+def pooled_bytes() -> int:
+    """Symmetric memory of this process, which torch's allocator does not count."""
+    return sum(memory.nbytes for memory, _ in _pools.values())

@@ -20,8 +20,9 @@ from kernels import Mask, block_backward, block_forward, output_delta
 from kernels.reference import Carry, accumulation_dtype
 
 from .layout import cut
+from .packed import unpack
 from .plan import Step
-from .transport import Homeward, Mover, travel, unpack
+from .transport import Homeward, Mover, travel
 
 
 def ring_forward(
@@ -73,7 +74,7 @@ def ring_backward(
     group = q.shape[2] // k.shape[2]
 
     def block(
-        step: Step, k_block: Tensor, v_block: Tensor, dk: Tensor, dv: Tensor, heads: slice, keys: slice, add: bool = True
+        step: Step, k_block: Tensor, v_block: Tensor, dk: Tensor, dv: Tensor, heads: slice, keys: slice, add: bool | str
     ) -> None:
         """One kernel: all queries of the step, some KV heads, some of its keys."""
         rows, query_heads = step.queries, slice(heads.start * group, heads.stop * group)
@@ -109,7 +110,7 @@ def ring_backward(
     first, second = halves(k.shape[2], own.num_keys)
 
     def own_block(heads: slice, keys: slice) -> None:
-        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys)
+        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add=True)
 
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
@@ -118,12 +119,14 @@ def ring_backward(
         for heads in home.head_parts():
             part = home.part(index, heads)
             if step.pieces:
-                block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys))
+                block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys), add="dq")
             home.send(index, heads, part)
     own_block(*second)
     home.collect()
-    dk, dv = unpack(mine, width)
-    return dq.to(q.dtype), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), delta
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dk.copy_(unpack(mine, width)[0])
+    dv.copy_(unpack(mine, width)[1])
+    return dq.to(q.dtype), dk, dv, delta
 
 
 def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:

@@ -27,6 +27,7 @@ from torch import Tensor
 from . import progress
 from .groups import Pair
 from .messages import Messages, Transfer
+from .packed import new_packed, unpack
 from .plan import Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull")
@@ -43,8 +44,8 @@ moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/
 class Mover(Protocol):
     plan: Plan
 
-    def publish(self, packed: Tensor) -> None:
-        """Shows this rank's K/V, (rows, B, Hkv, D + Dv), to the others."""
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        """Shows this rank's K/V to the others, packed."""
 
     def fetch(self, index: int, into: Tensor) -> Transfer:
         """The K/V of a step, which others take from this rank at the same time."""
@@ -86,36 +87,27 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> 
     return Messages(pair, plan, device)
 
 
-def pack(k: Tensor, v: Tensor) -> Tensor:
-    """(rows, B, Hkv, D + Dv): any run of rows is one piece of memory, with K and V in it."""
-    return torch.cat([k, v], -1).transpose(0, 1).contiguous()
-
-
-def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views (B, rows, Hkv, D) and (B, rows, Hkv, Dv)."""
-    rows = packed.transpose(0, 1)
-    return rows[..., :width], rows[..., width:]
-
-
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
     """Each step of the plan with its keys and values. What the next step needs is on its way while this one computes."""
-    steps = mover.plan.steps
+    steps, width = mover.plan.steps, k.shape[-1]
+    own = steps[0].pieces[0].rows
+    block = k[:, own], v[:, own]
     if len(steps) > 1:
-        packed = pack(k, v)
-        mover.publish(packed)
+        mover.publish(k, v)
+        most = max(step.num_keys for step in steps[1:])
+        buffers = [new_packed(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
         progress.hop(index, len(steps) - 1)
-        if index == 0:
-            rows = step.pieces[0].rows
-            block = k[:, rows], v[:, rows]
+        coming = None
         if index + 1 < len(steps):
-            buffer = packed.new_empty((steps[index + 1].num_keys, *packed.shape[1:]))
+            following = steps[index + 1]
+            buffer = buffers[index % len(buffers)][: following.num_keys]
             coming = mover.fetch(index + 1, buffer)
         yield index, step, *block
-        if index + 1 < len(steps):
+        if coming is not None:
             coming.wait()
-            moved["kv"] += bool(steps[index + 1].pieces)
-            block = unpack(buffer, k.shape[-1])
+            moved["kv"] += bool(following.pieces)
+            block = unpack(buffer, width)
 
 
 class Homeward:
@@ -135,9 +127,8 @@ class Homeward:
         return [slice(i * heads // parts, (i + 1) * heads // parts) for i in range(parts)]
 
     def part(self, index: int, heads: slice) -> Tensor:
-        """Zeros for the gradients of a step's keys: (rows, B, heads, D + Dv)."""
-        rows = self.mover.plan.steps[index].num_keys
-        return self.mover.part(self.turn, rows, self.mine[:0, :, heads]).zero_()
+        """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
+        return self.mover.part(self.turn, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
 
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""

@@ -3,7 +3,8 @@
     (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of all tokens of the group, for this rank's heads
 
 A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
-heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The exchange is one custom op, whose backward is the exchange the other way.
+heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The
+exchange is one custom op, whose backward is the exchange the other way.
 """
 
 from typing import Any

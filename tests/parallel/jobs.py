@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ def bit_equal(case: Case) -> bool:
 def rms_against_one(case: Case) -> dict[str, tuple[float, float]]:
     """RMS error against fp64 of the ring's results, and of a single call in the same dtype."""
     given = inputs(case)
-    exact = Case(**{**case.__dict__, "dtype": torch.float64, "backend": "reference"})
+    given["dlse"].zero_()
+    exact = replace(case, dtype=torch.float64, backend="chunked")
     whole = {name: x.double() for name, x in given.items()}
     truth, one, many = shard_of(case, single(exact, whole)), shard_of(case, single(case, given)), shared(case, given)
     found = {}
@@ -169,3 +171,80 @@ def attend_and(rank_that: int, does: str, calls: int) -> None:
         attend()
     except RuntimeError as error:
         raise RuntimeError(f"after {time.monotonic() - begun:.0f} s: {error}") from error
+
+
+def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that a forward, and a backward, need at most, and what the ring promises (issue: peak memory)."""
+    ranks, width, heads = dist.get_world_size(), 128, 16
+    here = mesh(ranks)
+    layout = here.layout("zigzag", tokens * ranks)
+    torch.manual_seed(dist.get_rank())
+    q, k, v, dout = (torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+    def run() -> dict[str, int]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        given = torch.cuda.memory_allocated() - 4 * q.nbytes
+        out = context_attention(*leaves, Mask(causal=True), layout=layout, mesh=here, transport=transport)
+        torch.cuda.synchronize()
+        found = {"forward": torch.cuda.max_memory_allocated() - given}
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(out, leaves, dout)
+        torch.cuda.synchronize()
+        return found | {"backward": torch.cuda.max_memory_allocated() - given}
+
+    run()
+    found = run()
+    x, stats = q.nbytes, 4 * tokens * heads  # one tensor in bf16; lse or delta
+    in_pools = 0
+    if transport == "pull":
+        from parallel.pull import pooled_bytes
+
+        in_pools = pooled_bytes()
+    found = {name: value + in_pools for name, value in found.items()}
+    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one
+    forward = 5 * x + 2 * x + stats + 6 * x
+    backward = 5 * x + 3 * x + 2 * x + 2 * 4 * x + 2 * stats + 6 * x
+    return found, {"forward": forward, "backward": backward}
+
+
+def gpu_compare(case: Case) -> dict[str, float]:
+    """The largest difference to a single GPU, relative to the largest value."""
+    given = inputs(case)
+    expected = shard_of(case, single(case, given))
+    found = differences(shared(case, given), expected)
+    sizes = {name: float(x[x.isfinite()].abs().max()) if x.numel() else 1.0 for name, x in expected.items()}
+    return {name: error / max(1.0, sizes[name]) for name, error in found.items()}
+
+
+def stall_on_gpu(transport: str) -> None:
+    layout = Layout("zigzag", 512, dist.get_world_size())
+    q, k, v = (torch.randn(1, layout.local_length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for _ in range(4):
+        ring_attention(q, k, v, Mask(**CAUSAL), layout=layout, transport=transport)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        time.sleep(30)
+        return
+    ring_attention(q, k, v, Mask(**CAUSAL), layout=layout, transport=transport)
+    torch.cuda.synchronize()
+
+
+def bench(argv: list[str]) -> int:
+    from parallel import bench
+
+    return bench.main(argv)
+
+
+def traced(path: str) -> list[dict[str, int]]:
+    from pathlib import Path
+
+    from parallel.peers import Place, Setting, contestants
+    from parallel.trace import trace
+
+    ranks = dist.get_world_size()
+    place = Place(torch.device("cpu"), torch.float32, ranks, mesh(ranks), mesh(1, ranks), "chunked")
+    spans = trace(contestants()["ring-zigzag-p2p"].make, Setting(256, 2, 1, 32), place, Path(path), "a ring")
+    assert all(0 <= start <= end for its in spans for _, start, end in its)
+    return [{what: sum(kind == what for kind, _, _ in its) for what in ("compute", "transfer")} for its in spans]

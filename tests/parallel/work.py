@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, context_attention, transport
+from parallel import Mesh, context_attention, transport
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Case:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.name}-{self.kind}-{self.length}-{self.ring}x{self.ulysses}-{self.transport}"
@@ -41,9 +42,9 @@ def mesh(ring: int, ulysses: int = 1, data: int = 1) -> Mesh:
     return Mesh(data=data, ring=ring, ulysses=ulysses)
 
 
-def make_mask(given: dict[str, Any]) -> Mask:
-    given = {name: torch.tensor(x) if isinstance(x, list | tuple) and name != "window" else x for name, x in given.items()}
-    return Mask(**given)
+def make_mask(given: dict[str, Any], device: str = "cpu") -> Mask:
+    tensors = {name: torch.tensor(x, device=device) for name, x in given.items() if isinstance(x, list)}
+    return Mask(**given | tensors)
 
 
 def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     made["dlse"] = torch.randn(case.batch, heads, case.length, dtype=stats, generator=generator)
     if case.sinks:
         made["sinks"] = torch.randn(heads, dtype=stats, generator=generator)
-    return made
+    return {name: x.to(case.device) for name, x in made.items()}
 
 
 def single(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -72,20 +73,20 @@ def single(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def shared(case: Case, given: dict[str, Tensor], device: str = "cpu") -> dict[str, Tensor]:
+def shared(case: Case, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[str, Tensor]:
     """The same from this rank's shards; its own part of the sinks' gradient is summed over the ranks."""
     here = mesh(case.ring, case.ulysses)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
     poison = float("nan")  # in rows of padding, which nothing may read
-    mine = {name: layout.shard(given[name], 1, rank, fill=poison).to(device) for name in ("q", "k", "v", "dout")}
-    dlse = layout.shard(given["dlse"], 2, rank, fill=poison).to(device)
+    mine = {name: layout.shard(given[name], 1, rank, fill=poison) for name in ("q", "k", "v", "dout")}
+    dlse = layout.shard(given["dlse"], 2, rank, fill=poison)
     leaves = {name: mine[name].requires_grad_() for name in "qkv"}
     if "sinks" in given:
-        leaves["sinks"] = given["sinks"].to(device).requires_grad_()
+        leaves["sinks"] = given["sinks"].clone().requires_grad_()
     transport.PART_BYTES = case.part_bytes
     q, k, v = (leaves[name] for name in "qkv")
     extra = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend, transport=case.transport)
-    mask = make_mask(case.mask)
+    mask = make_mask(case.mask, mask_on)
     out, lse = context_attention(q, k, v, mask, layout=layout, mesh=here, **extra, **case.options)
     grads = torch.autograd.grad([out, lse], list(leaves.values()), [mine["dout"], dlse])
     result = {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
@@ -115,10 +116,16 @@ def compare(case: Case) -> dict[str, float]:
     return differences(shared(case, given), shard_of(case, single(case, given)))
 
 
+def compare_on_device(case: Case) -> dict[str, float]:
+    """The same with documents that only the device knows."""
+    given = inputs(case)
+    return differences(shared(case, given, mask_on=case.device), shard_of(case, single(case, given)))
+
+
 def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     found = {}
     for name, ref in expected.items():
-        x = got[name].cpu()
+        x = got[name]
         assert x.shape == ref.shape and x.dtype == ref.dtype, f"{name}: {x.dtype} {tuple(x.shape)}, not {tuple(ref.shape)}"
         equal_ends = torch.equal(x == -float("inf"), ref == -float("inf"))
         gap = torch.where(ref == -float("inf"), 0, x - ref).abs()
@@ -126,7 +133,3 @@ def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str
         if not equal_ends or gap.isnan().any():
             found[name] = float("inf")
     return found
-
-
-def layout_of(case: Case) -> Layout:
-    return Layout(case.kind, case.length, case.ring * case.ulysses, case.ulysses)
