@@ -15,7 +15,8 @@ from kernels import Mask, attention
 from parallel import Layout, Mesh, context_attention, progress, ring_attention
 from parallel.transport import moved
 
-from .work import Case, differences, inputs, make_mask, mesh, shard_of, shared, single
+from .shared_memory import installed
+from .work import Case, compare, differences, inputs, make_mask, mesh, shard_of, shared, single
 
 CAUSAL = dict(causal=True)
 
@@ -248,3 +249,8 @@ def traced(path: str) -> list[dict[str, int]]:
     spans = trace(contestants()["ring-zigzag-p2p"].make, Setting(256, 2, 1, 32), place, Path(path), "a ring")
     assert all(0 <= start <= end for its in spans for _, start, end in its)
     return [{what: sum(kind == what for kind, _, _ in its) for what in ("compute", "transfer")} for its in spans]
+
+
+def compare_pulling(case: Case) -> dict[str, float]:
+    with installed():
+        return compare(case)

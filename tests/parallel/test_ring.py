@@ -6,7 +6,7 @@ import pytest
 
 from parallel import Layout
 
-from . import work
+from . import jobs, work
 from .work import Case
 
 MESHES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 2), (2, 4)]
@@ -60,5 +60,17 @@ def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None
     ranks = pools(ring * ulysses)
     for case in cases(kind, ring, ulysses):
         for rank, errors in enumerate(ranks(work.compare, case)):
+            wrong = {name: error for name, error in errors.items() if not error <= EXACT}
+            assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None:
+    """The copy engines' transport over memory that processes share: who reads what, where, and behind which barrier."""
+    if kind == "striped" and ulysses > 1:
+        pytest.skip("striped has no Ulysses")
+    for case in cases(kind, ring, ulysses):
+        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport="pull"))):
             wrong = {name: error for name, error in errors.items() if not error <= EXACT}
             assert not wrong, f"{case} on rank {rank}: {wrong}"
