@@ -254,3 +254,14 @@ def traced(path: str) -> list[dict[str, int]]:
 def compare_pulling(case: Case) -> dict[str, float]:
     with installed():
         return compare(case)
+
+
+def pull_in_haste(case: Case) -> float:
+    """Calls in a row with different inputs, where one rank is slow to read what the others would soon overwrite."""
+    worst = 0.0
+    with installed(slow=1):
+        for seed in range(6):
+            given = inputs(case, seed)
+            errors = differences(shared(case, given), shard_of(case, single(case, given)))
+            worst = max(worst, *errors.values())
+    return worst

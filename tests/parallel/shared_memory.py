@@ -5,6 +5,7 @@ filled with NaN, and copies are made only when they are waited for, as late as a
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from parallel import op, pull
 
 _paths: dict[int, str] = {}
+slow_rank: int | None = None  # its copies come late
 
 
 class Handle:
@@ -50,6 +52,8 @@ def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
 
 def copy_late(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Callable[[], object]:
     def finish() -> None:
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.05)
         for place, source in zip(places, sources, strict=True):
             place.copy_(source)
 
@@ -57,7 +61,9 @@ def copy_late(places: list[Tensor], sources: list[Tensor], device: torch.device)
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def installed(slow: int | None = None) -> Iterator[None]:
+    global slow_rank
+    slow_rank = slow
     saved = pull.symmetric_memory, pull.copy_beside, pull.settle, op.choose_transport
     pull.symmetric_memory = __import__(__name__, fromlist=["empty"])
     pull.copy_beside, pull.settle = copy_late, lambda device: None

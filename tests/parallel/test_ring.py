@@ -74,3 +74,8 @@ def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, pools)
         for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport="pull"))):
             wrong = {name: error for name, error in errors.items() if not error <= EXACT}
             assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+def test_pulling_from_ranks_that_are_ahead(pools) -> None:
+    case = Case("haste", ring=3, transport="pull", mask=dict(causal=True), part_bytes=0)
+    assert max(pools(3)(jobs.pull_in_haste, case)) <= EXACT
