@@ -84,7 +84,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
     row: Row = {}
-    with contestant.make(setting, place) as problem:  # type: ignore[attr-defined]
+    with contestant.make(setting, place) as problem:
         _both(problem)
         if cuda:
             torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def _both(problem: Problem) -> None:
 
 def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) -> Row:
     """ms of a forward and of a forward with its backward on the slowest rank, and the FLOPs of a forward."""
-    with contestant.make(setting, place) as problem:  # type: ignore[attr-defined]
+    with contestant.make(setting, place) as problem:
 
         def forward() -> None:
             with torch.no_grad():

@@ -149,7 +149,7 @@ class Call:
         self.mover: Mover = Alone(make_plan(layout, known, n.rank))
         if n.ranks == 1:
             return
-        described = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+        described: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
         described |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout)}
         described |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
         described |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}

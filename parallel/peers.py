@@ -5,9 +5,9 @@ One that is not installed raises ImportError, one that cannot do a setting Value
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class Setting:
 
 
 class Problem(NamedTuple):
-    run: Callable[[], Tensor]
+    run: Callable[[], Any]  # out
     leaves: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
     flops: float  # of this rank's forward
@@ -76,9 +76,12 @@ class Place(NamedTuple):
     backend: str
 
 
+Make = Callable[[Setting, Place], AbstractContextManager[Problem]]
+
+
 class Contestant(NamedTuple):
     label: str
-    make: Callable[[Setting, Place], object]  # a context manager that gives the Problem
+    make: Make
     ours: bool
     devices: tuple[str, ...]
 
@@ -97,13 +100,13 @@ def _alone(setting: Setting, place: Place) -> Iterator[Problem]:
     yield Problem(lambda: attention(*leaves, setting.mask(), backend=place.backend), leaves, dout, shape.flops())
 
 
-def _ring(kind: str, transport: str) -> Callable[[Setting, Place], object]:
+def _ring(kind: str, transport: str) -> Make:
     @contextmanager
     def make(setting: Setting, place: Place) -> Iterator[Problem]:
         whole = setting.whole(place.ranks)
         layout = place.ring.layout(kind, whole.length)
         leaves, dout = _tensors(setting, place, layout.local_length)
-        options = dict(layout=layout, mesh=place.ring, transport=transport, backend=place.backend)
+        options: dict[str, Any] = dict(layout=layout, mesh=place.ring, transport=transport, backend=place.backend)
         run = lambda: context_attention(*leaves, setting.mask(), **options)  # noqa: E731
         yield Problem(run, leaves, dout, whole.flops() / place.ranks)
 
@@ -115,12 +118,12 @@ def _ulysses(setting: Setting, place: Place) -> Iterator[Problem]:
     whole = setting.whole(place.ranks)
     layout = place.ulysses.layout("contiguous", whole.length)
     leaves, dout = _tensors(setting, place, layout.local_length)
-    options = dict(layout=layout, mesh=place.ulysses, backend=place.backend)
+    options: dict[str, Any] = dict(layout=layout, mesh=place.ulysses, backend=place.backend)
     run = lambda: context_attention(*leaves, setting.mask(), **options)  # noqa: E731
     yield Problem(run, leaves, dout, whole.flops() / place.ranks)
 
 
-def _ulysses_over(kernel: str) -> Callable[[Setting, Place], object]:
+def _ulysses_over(kernel: str) -> Make:
     """The same exchange around somebody else's kernel."""
 
     @contextmanager
@@ -144,7 +147,7 @@ def _ulysses_over(kernel: str) -> Callable[[Setting, Place], object]:
     return make
 
 
-def _torch_context_parallel(rotate: str) -> Callable[[Setting, Place], object]:
+def _torch_context_parallel(rotate: str) -> Make:
     @contextmanager
     def make(setting: Setting, place: Place) -> Iterator[Problem]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -174,10 +177,10 @@ def _torch_context_parallel(rotate: str) -> Callable[[Setting, Place], object]:
 def contestants() -> dict[str, Contestant]:
     """By name; "alone" first, which the others are a share of."""
     anywhere, gpus = ("cuda", "cpu"), ("cuda",)
-    table = {"alone": Contestant("one rank alone", _alone, True, anywhere)}
+    table: dict[str, Contestant] = {"alone": Contestant("one rank alone", _alone, True, anywhere)}
     for kind in KINDS:
         for transport in TRANSPORTS:
-            where = () if transport == "auto" else gpus if transport == "pull" else anywhere
+            where: tuple[str, ...] = () if transport == "auto" else gpus if transport == "pull" else anywhere
             label = f"Ringspan ring, {kind}, {transport}"
             table[f"ring-{kind}-{transport}"] = Contestant(label, _ring(kind, transport), True, where)
     table["ulysses"] = Contestant("Ringspan Ulysses", _ulysses, True, anywhere)
