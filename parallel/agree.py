@@ -7,11 +7,11 @@ would otherwise wait for it.
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import progress
 from .groups import by_name, timeout_of
@@ -21,18 +21,20 @@ _calls: Counter[str] = Counter()
 Description = dict[str, Any]
 
 
-def agree(name: str, device: torch.device, mine: Description, tensors: dict[str, Tensor | None]) -> None:
-    """A ValueError on every rank if any rank's description differs. Small tensors are read only if it is to be checked."""
+def agree(name: str, device: torch.device, describe: Callable[[], Description]) -> None:
+    """A ValueError on every rank if any rank's description differs. It is made only when it is to be compared."""
     if not _due(name):
         return
-    mine = mine | {key: x if x is None else x.tolist() for key, x in tensors.items()}
+    mine = describe()
     ranks, answers = _exchange(name, device, mine, None)
+    given: list[Description] = []
     for rank, (answer, trouble) in zip(ranks, answers, strict=True):
         if answer is None:
             raise ValueError(f"rank {rank} refused its arguments: {trouble}")
-    differing = [key for key in mine if any(answer[key] != mine[key] for answer, _ in answers)]
+        given.append(answer)
+    differing = [key for key in mine if any(answer[key] != mine[key] for answer in given)]
     if differing:
-        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer, _ in answers]) for key in differing))
+        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer in given]) for key in differing))
 
 
 def refuse(name: str, device: torch.device, error: ValueError) -> None:

@@ -46,7 +46,7 @@ DEFAULTS = {
 def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: float) -> list[Row]:
     """A row for each contestant, the same on every rank."""
     table = contestants()
-    rows = [
+    rows: list[Row] = [
         {
             "setting": setting.name,
             "name": name,

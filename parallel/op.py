@@ -24,9 +24,10 @@ from . import progress
 from .agree import agree, refuse
 from .groups import by_name, pair_of
 from .layout import Layout
+from .mover import Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import TRANSPORTS, Alone, Mover, choose_transport, make_mover
+from .transport import TRANSPORTS, choose_transport, make_mover
 
 
 def ring_attention(
@@ -146,20 +147,25 @@ class Call:
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options["head_start"] = n.head_start
-        self.mover: Mover = Alone(make_plan(layout, known, n.rank))
-        if n.ranks == 1:
-            return
-        described: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        described |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout)}
-        described |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
-        described |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
-        described |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
-        described |= {"transport": transport}
-        agree(group, q.device, described, dict(seed=seed))
-        pair = pair_of(by_name(group), q.device)
-        transport = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
-        plan = make_plan(layout, known, n.rank, merged=transport == "all_gather")
-        self.mover = make_mover(transport, pair, plan, q.device)
+        self.mover: Mover
+
+        def describe() -> dict[str, Any]:
+            """What has to be the same on every rank."""
+            said: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+            said |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout), "transport": transport}
+            said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
+            said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
+            said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+            return said | {"seed": None if seed is None else seed.tolist()}
+
+        if n.ranks > 1:
+            agree(group, q.device, describe)
+            pair = pair_of(by_name(group), q.device)
+            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
+            plan = make_plan(layout, known, n.rank, merged=moves_by == "all_gather")
+            self.mover = make_mover(moves_by, pair, plan, q.device)
+        else:
+            self.mover = Mover(make_plan(layout, known, n.rank))
 
 
 @torch.library.custom_op("ringspan::ring_forward", mutates_args=())

@@ -7,12 +7,14 @@ One that is not installed raises ImportError, one that cannot do a setting Value
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kernels import Mask, attention
 from kernels.peers import PEERS as KERNELS
@@ -147,10 +149,14 @@ def _ulysses_over(kernel: str) -> Make:
     return make
 
 
+@cache
+def _device_mesh(device: str, ranks: int) -> DeviceMesh:
+    return init_device_mesh(device, (ranks,), mesh_dim_names=("context",))
+
+
 def _torch_context_parallel(rotate: str) -> Make:
     @contextmanager
     def make(setting: Setting, place: Place) -> Iterator[Problem]:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -161,8 +167,12 @@ def _torch_context_parallel(rotate: str) -> Make:
         set_rotate_method(rotate)
         size = (1, setting.heads, whole.length, setting.head_dim)
         q, k, v = (torch.randn(size, device=place.device, dtype=place.dtype) for _ in range(3))
-        mesh = init_device_mesh(place.device.type, (place.ranks,), mesh_dim_names=("context",))
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}):
+        with context_parallel(
+            _device_mesh(place.device.type, place.ranks),
+            buffers=[q, k, v],
+            buffer_seq_dims=[2, 2, 2],
+            no_restore_buffers={q, k, v},
+        ):
             leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
             def run() -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import progress
 from .groups import Pair, timeout_of
-from .messages import Transfer, slots
+from .mover import Mover, Transfer, slots
 from .packed import new_packed, pack
 from .plan import Piece, Plan
 
@@ -34,9 +34,10 @@ _pools: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # (group, use) → this 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Pull:
+class Pull(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
-        self.pair, self.plan, self.device = pair, plan, device
+        super().__init__(plan)
+        self.pair, self.device = pair, device
         self.seconds = timeout_of(pair.group, device).total_seconds()
 
     def publish(self, k: Tensor, v: Tensor) -> None:
@@ -54,7 +55,7 @@ class Pull:
         return self._symmetric(f"part {which}", self.plan.most_keys, like)[:rows]
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        """Nothing is sent: each owner takes its rows out of its readers' parts."""
+        # nothing is sent: each owner takes its rows out of its readers' parts
         self._barrier(f"part {which}")
         pieces = self.plan.gives[index]
         sources = [self._theirs(f"part {which}", piece.rank, piece.at, len(piece), into) for piece in pieces]

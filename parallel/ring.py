@@ -20,9 +20,10 @@ from kernels import Mask, block_backward, block_forward, output_delta
 from kernels.reference import Carry, accumulation_dtype
 
 from .layout import cut
+from .mover import Mover
 from .packed import unpack
 from .plan import Step
-from .transport import Homeward, Mover, travel
+from .transport import Homeward, travel
 
 
 def ring_forward(

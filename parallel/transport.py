@@ -19,14 +19,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import progress
 from .groups import Pair
-from .messages import Messages, Transfer
+from .messages import Messages
+from .mover import Mover, Transfer
 from .packed import new_packed, unpack
 from .plan import Plan, Step
 
@@ -39,29 +39,6 @@ AUTO: dict[str, tuple[tuple[int | None, str], ...]] = {
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
-
-
-class Mover(Protocol):
-    plan: Plan
-
-    def publish(self, k: Tensor, v: Tensor) -> None:
-        """Shows this rank's K/V to the others, packed."""
-
-    def fetch(self, index: int, into: Tensor) -> Transfer:
-        """The K/V of a step, which others take from this rank at the same time."""
-
-    def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        """Memory for gradients that go out; 0 and 1 in turn, free again when what was given before has been waited for."""
-
-    def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        """Gradients of others' rows go out of `part`; those of mine come into `into`, reader after reader."""
-
-
-class Alone:
-    """For a ring of one rank, where nothing moves."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
 
 
 def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int) -> str:
