@@ -296,10 +296,18 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
                 path.parent.mkdir(exist_ok=True)
         if path is not None:
             result = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
-            result |= {"settings": [asdict(s) | {"name": s.name} for s in settings], "rows": [r for its in rows for r in its]}
+            result |= {
+                "settings": [asdict(s) | {"name": s.name, "kv_bytes": _kv_bytes(s, args.dtype)} for s in settings],
+                "rows": [r for its in rows for r in its],
+            }
             path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
             print(f"\nwritten: {path}")
     return int(any(row["ours"] and row["status"] == "wrong" for its in rows for row in its))
+
+
+def _kv_bytes(setting: Setting, dtype: str) -> int:
+    """Of one rank's K and V, by which `transport.AUTO` chooses."""
+    return 2 * setting.tokens * setting.kv_heads * setting.head_dim * DTYPES[dtype].itemsize
 
 
 def _command(args: argparse.Namespace, ranks: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, context_attention, progress, ring_attention
+from parallel import Layout, Mesh, agree, context_attention, progress, ring_attention
 from parallel.transport import moved
 
 from .shared_memory import installed
@@ -165,7 +165,7 @@ def attend_and(rank_that: int, does: str, calls: int) -> None:
     if dist.get_rank() == rank_that:
         if does == "dies":
             os._exit(1)
-        time.sleep(8)  # longer than the others' limit
+        time.sleep(6)  # longer than the others' limit
         return
     begun = time.monotonic()
     try:
@@ -271,3 +271,34 @@ def pull_in_haste(case: Case) -> float:
             out = context_attention(*mine, layout=layout, mesh=here, transport=case.transport, **options)
             worst = max(worst, float((out - layout.shard(attention(q, k, v, **options), 1, rank)).abs().max()))
     return worst
+
+
+def comparisons(calls: int, step: int | None) -> int:
+    """How often ranks met to compare in that many calls."""
+    met = 0
+    exchange = agree._exchange
+
+    def counting(*args: Any) -> Any:
+        nonlocal met
+        met += 1
+        return exchange(*args)
+
+    agree._exchange = counting
+    progress.at(step=step)
+    try:
+        for _ in range(calls):
+            attend()
+    finally:
+        agree._exchange = exchange
+    return met
+
+
+def stall_before_backward(rank_that: int) -> None:
+    layout = Layout("zigzag", 16, dist.get_world_size())
+    q, k, v = (torch.randn(1, layout.local_length, 2, 16, requires_grad=True) for _ in range(3))
+    for _ in range(4):
+        out = ring_attention(q, k, v, Mask(**CAUSAL), layout=layout)
+    if dist.get_rank() == rank_that:
+        time.sleep(6)
+        return
+    out.sum().backward()

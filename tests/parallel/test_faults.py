@@ -56,11 +56,21 @@ class _Seeds:
         jobs.attend(dropout=0.5, seed=2 if dist.get_rank() == 1 else 1)
 
 
+def test_only_the_first_calls_are_compared() -> None:
+    pool = Pool(2)
+    try:
+        assert pool(jobs.comparisons, 5, None) == [3, 3]
+        assert pool(jobs.comparisons, 2, 2) == [2, 2]  # in the trainer's first three steps, as often as there are layers
+        assert pool(jobs.comparisons, 2, 3) == [0, 0]
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("does", ["dies", "stalls"])
 @pytest.mark.parametrize("calls", [1, 4], ids=["while-comparing", "in-a-hop"])
 def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
     """The others end within the time limit, and say which rank, op and step, whether it dies or sleeps."""
-    limit = 3
+    limit = 2
     pool = Pool(3, timeout=limit)
     begun = time.monotonic()
     try:
@@ -78,6 +88,18 @@ def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
         assert int(error.partition("after ")[2].partition(" s")[0]) <= limit + 3
         if calls == 4:  # a rank that dies in a hop takes the connections of others with it
             assert "hop 0 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
+
+
+def test_a_rank_that_stalls_between_forward_and_backward() -> None:
+    pool = Pool(3, timeout=2)
+    try:
+        with pytest.raises(Failed) as failed:
+            pool(jobs.stall_before_backward, 1, patience=60)
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        error = failed.value.errors[rank]
+        assert error and f"rank {rank} waited for" in error and "ring backward (call" in error and "rank 1" in error, error
 
 
 class _Gone:

@@ -1,9 +1,12 @@
 """The ring as an operator: what moves and when, compile, checkpointing, stale buffers, bits and accuracy."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from parallel.transport import AUTO, TRANSPORTS, choose_transport
 
 from . import jobs
 from .work import Case
@@ -62,3 +65,34 @@ def test_bf16_loses_nothing_on_more_ranks(ranks: int, pools) -> None:
     for found in pools(ranks)(jobs.rms_against_one, replace(case, dtype=torch.bfloat16, backend="chunked")):
         for name, (many, one) in found.items():
             assert 0 < many <= 1.05 * one, f"{name}: {many:.3e} on {ranks} ranks, {one:.3e} on one"
+
+
+@pytest.mark.parametrize("transport", ["p2p", "all_gather"])
+def test_the_portable_kernels_read_what_travelled(transport: str, pools) -> None:
+    """Triton, interpreted where there is no GPU: packed K/V, slices of rows and heads, dk and dv written afresh."""
+    case = Case("triton", ring=3, length=29, heads=(4, 2), mask=CAUSAL, transport=transport, part_bytes=0)
+    for errors in pools(3)(jobs.gpu_compare, replace(case, dtype=torch.float32, backend="triton"), patience=300):
+        assert max(errors.values()) <= 2e-6, errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_tokens_at_all(ranks: int, pools) -> None:
+    for errors in pools(ranks)(jobs.compare, Case("nothing", ring=ranks, length=0, mask=CAUSAL)):
+        assert max(errors.values()) == 0
+
+
+def test_auto_chooses_from_a_table() -> None:
+    pair = SimpleNamespace(one_host=True)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for nbytes in (0, 2**20, 2**33):
+        assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
+        assert choose_transport("auto", pair, cuda, nbytes) in TRANSPORTS[1:]
+        assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes) != "pull"
+        assert choose_transport("pull", pair, cuda, nbytes) == "pull"  # forced
+    with pytest.raises(ValueError, match="needs CUDA"):
+        choose_transport("pull", pair, cpu, 0)
+    with pytest.raises(ValueError, match="one host"):
+        choose_transport("pull", SimpleNamespace(one_host=False), cuda, 0)
+    for table in AUTO.values():
+        limits = [limit for limit, _ in table]
+        assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
