@@ -118,9 +118,13 @@ def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) ->
 
 
 def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
-    """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause."""
-    call()
+    """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
+
+    A call that is longer than that is its own median: the rounds repeat it.
+    """
     first = _largest(_spans(call, place, 1)[0], place)
+    if first > rep:
+        return first
     calls = max(3, min(50, int(rep / first)))
     return _largest(statistics.median(_spans(call, place, calls)), place)
 

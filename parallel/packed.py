@@ -4,11 +4,12 @@ Rows come first, so that any run of them is one piece of memory, and K and V of 
 nothing to gather before and nothing to sort after. Kernels read and write it through views.
 """
 
+import torch
 from torch import Tensor
 
 
-def new_packed(rows: int, k: Tensor, v: Tensor) -> Tensor:
-    return k.new_empty((rows, k.shape[0], k.shape[2], k.shape[3] + v.shape[3]))
+def new_packed(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return k.new_empty((rows, k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=dtype)
 
 
 def pack(k: Tensor, v: Tensor, into: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from kernels.reference import Carry, accumulation_dtype
 
 from .layout import cut
 from .mover import Mover
-from .packed import unpack
+from .packed import new_packed, unpack
 from .plan import Step
 from .transport import Homeward, travel
 
@@ -103,26 +103,29 @@ def ring_backward(
         block(mover.plan.steps[0], k, v, dk, dv, all_heads, slice(0, k.shape[1]), add=False)
         return dq, dk, dv, delta
 
-    acc = accumulation_dtype(q.dtype)
-    dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
-    mine = k.new_zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=acc)
+    acc, width, own = accumulation_dtype(q.dtype), k.shape[3], mover.plan.steps[0]
+    dq = torch.empty_like(q, dtype=acc, memory_format=torch.contiguous_format)
+    mine = new_packed(k.shape[1], k, v, acc)
     home = Homeward(mover, mine)
-    own, width = mover.plan.steps[0], k.shape[3]
     first, second = halves(k.shape[2], own.num_keys)
 
-    def own_block(heads: slice, keys: slice) -> None:
-        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add=True)
+    def own_block(heads: slice, keys: slice, add: bool) -> None:
+        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add)
 
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
-            own_block(*first)
+            own_block(*first, add=False)
+            for begun in (mine[own.num_keys :], mine[second[1], :, second[0]]):  # what the other half adds to
+                begun.zero_()
+            if second[0] != first[0]:
+                dq[:, :, second[0].start * group :].zero_()
             continue
         for heads in home.head_parts():
             part = home.part(index, heads)
             if step.pieces:
                 block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys), add="dq")
             home.send(index, heads, part)
-    own_block(*second)
+    own_block(*second, add=True)
     home.collect()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     dk.copy_(unpack(mine, width)[0])

@@ -37,7 +37,8 @@ class Pool:
         self, size: int, backend: str = "gloo", timeout: float = 60, environment: dict[str, str] | None = None
     ) -> None:
         self.size, self.timeout = size, timeout
-        store = os.path.join(tempfile.mkdtemp(prefix="ringspan-"), "store")
+        self.folder = tempfile.TemporaryDirectory(prefix="ringspan-")
+        store = os.path.join(self.folder.name, "store")
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -75,6 +76,7 @@ class Pool:
             if process.is_alive():
                 process.kill()
             process.join()
+        self.folder.cleanup()
 
 
 def _serve(
