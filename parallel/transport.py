@@ -31,7 +31,8 @@ from .packed import new_packed, unpack
 from .plan import Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull")
-# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit.
+# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. p2p runs everywhere;
+# another takes its place where a result of parallel.bench has it ahead.
 AUTO: dict[str, tuple[tuple[int | None, str], ...]] = {
     "cpu": ((None, "p2p"),),
     "one host": ((None, "p2p"),),
@@ -74,7 +75,6 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
         most = max(step.num_keys for step in steps[1:])
         buffers = [new_packed(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
-        progress.hop(index, len(steps) - 1)
         coming = None
         if index + 1 < len(steps):
             following = steps[index + 1]
@@ -82,6 +82,7 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
             coming = mover.fetch(index + 1, buffer)
         yield index, step, *block
         if coming is not None:
+            progress.hop(index + 1, len(steps) - 1)
             coming.wait()
             moved["kv"] += bool(following.pieces)
             block = unpack(buffer, width)

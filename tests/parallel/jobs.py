@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, context_attention, progress, ring_attention
+from parallel import Layout, Mesh, agree, bench, context_attention, progress, ring_attention
+from parallel.peers import Place, Setting, contestants
+from parallel.trace import trace
 from parallel.transport import moved
 
 from .shared_memory import installed
@@ -232,23 +235,27 @@ def stall_on_gpu(transport: str) -> None:
     torch.cuda.synchronize()
 
 
-def bench(argv: list[str]) -> int:
-    from parallel import bench
-
+def run_bench(argv: list[str]) -> int:
     return bench.main(argv)
 
 
-def traced(path: str) -> list[dict[str, int]]:
-    from pathlib import Path
-
-    from parallel.peers import Place, Setting, contestants
-    from parallel.trace import trace
-
+def traced(path: str, setting: Setting, name: str, device: str = "cpu") -> tuple[list[dict[str, int]], float]:
+    """How many spans of each kind each rank has, and how much of the time of transfers a kernel runs beside them."""
     ranks = dist.get_world_size()
-    place = Place(torch.device("cpu"), torch.float32, ranks, mesh(ranks), mesh(1, ranks), "chunked")
-    spans = trace(contestants()["ring-zigzag-p2p"].make, Setting(256, 2, 1, 32), place, Path(path), "a ring")
+    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    place = Place(where, dtype, ranks, mesh(ranks), mesh(1, ranks), "auto")
+    spans = trace(contestants()[name].make, setting, place, Path(path), "a ring")
     assert all(0 <= start <= end for its in spans for _, start, end in its)
-    return [{what: sum(kind == what for kind, _, _ in its) for what in ("compute", "transfer")} for its in spans]
+    moving = hidden = 0.0
+    for its in spans:
+        compute = sorted((start, end) for what, start, end in its if what == "compute")
+        for what, start, end in its:
+            if what == "transfer":
+                moving += end - start
+                hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
+    counts = [{what: sum(kind == what for kind, _, _ in its) for what in ("compute", "transfer")} for its in spans]
+    return counts, hidden / moving
 
 
 def compare_pulling(case: Case) -> dict[str, float]:

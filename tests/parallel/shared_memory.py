@@ -47,7 +47,10 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
     paths: list[Any] = [None] * group.size()
     dist.all_gather_object(paths, _paths[id(memory)], group=group)
-    return Handle(paths, group)
+    handle = Handle(paths, group)
+    dist.barrier(group=group)
+    Path(_paths.pop(id(memory))).unlink()  # mapped by all: it goes when they do
+    return handle
 
 
 def copy_late(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Callable[[], object]:

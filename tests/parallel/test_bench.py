@@ -16,7 +16,7 @@ from . import jobs
 def test_runs_to_the_end(tmp_path: Path, pools) -> None:
     path = tmp_path / "ring.json"
     argv = ["--device", "cpu", "--tokens", "24", "--heads", "4/2", "--head-dim", "16", "--rounds", "2", "--rep", "1"]
-    assert pools(2)(functools.partial(jobs.bench, [*argv, "--json", str(path)])) == [0, 0]
+    assert pools(2)(functools.partial(jobs.run_bench, [*argv, "--json", str(path)])) == [0, 0]
     result = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert result["kind"] == "ring" and result["ranks"] == 2 and result["versions"]["torch"]
     assert str(tmp_path) not in json.dumps(result)
@@ -74,7 +74,8 @@ def test_alone_costs_as_much_as_a_rank_s_share() -> None:
 def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "ring.png"
-    for counts in pools(2)(functools.partial(jobs.traced, str(path)))[0]:
+    (all_counts, _), _ = pools(2)(jobs.traced, str(path), Setting(256, 2, 1, 32), "ring-zigzag-p2p")
+    for counts in all_counts:
         assert counts["compute"] > 10 and counts["transfer"] >= 3  # forward, backward, and gradients home
     assert path.read_bytes().startswith(b"\x89PNG")
 

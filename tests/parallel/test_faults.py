@@ -87,7 +87,7 @@ def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
         assert "training step 7, layer 3, ring forward" in error
         assert int(error.partition("after ")[2].partition(" s")[0]) <= limit + 3
         if calls == 4:  # a rank that dies in a hop takes the connections of others with it
-            assert "hop 0 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
+            assert "hop 1 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
 
 
 def test_a_rank_that_stalls_between_forward_and_backward() -> None:

@@ -7,9 +7,12 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+
+from parallel.peers import Setting
 
 from . import jobs, work
 from .pool import Failed, Pool
@@ -138,3 +141,12 @@ def test_documents_that_are_given_on_the_gpu(ranks: int, gpus) -> None:
     case = replace(FP32, ring=ranks, mask=dict(causal=True, documents=[0] * 300 + [1] * 737))
     for errors in gpus(ranks)(work.compare_on_device, case, patience=600):
         assert max(errors.values()) <= 1e-4, errors
+
+
+@pytest.mark.parametrize("transport", ["p2p", "pull"])
+def test_transfers_run_beside_kernels(transport: str, tmp_path: Path, gpus) -> None:
+    pytest.importorskip("matplotlib")
+    where = str(tmp_path / "ring.png")
+    for counts, hidden in gpus(2)(jobs.traced, where, Setting(16384, 16, 16, 128), f"ring-zigzag-{transport}", "cuda"):
+        assert all(its["compute"] and its["transfer"] for its in counts)
+        assert hidden >= 0.5, f"{hidden:.0%} of the time of transfers is beside a kernel"
