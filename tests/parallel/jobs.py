@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, progress, ring_attention
+from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
 from parallel.transport import moved
@@ -309,3 +309,33 @@ def stall_before_backward(rank_that: int) -> None:
         time.sleep(6)
         return
     out.sum().backward()
+
+
+def plans_made(given: dict[str, Any]) -> int:
+    """How many plans three layers, forward and backward, make of one mask."""
+    layout = Layout("zigzag", 16, dist.get_world_size())
+    mask, made = make_mask(given), 0
+    plan_of = plan._plan_of
+
+    def counting(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return plan_of(*args)
+
+    plan._plan_of = counting
+    plan._plan.cache_clear()
+    try:
+        x = torch.randn(1, layout.local_length, 2, 16, requires_grad=True)
+        for _ in range(3):
+            x = ring_attention(x, x, x, mask, layout=layout)
+        x.sum().backward()
+    finally:
+        plan._plan_of = plan_of
+    return made
+
+
+def refused(**changes: Any) -> None:
+    here = mesh(2, 2)
+    layout = here.layout("zigzag", 16)
+    q = torch.randn(1, changes.pop("rows", layout.local_length), changes.pop("heads", 4), 16)
+    context_attention(q, q, q, **dict(layout=layout, mesh=here) | changes)

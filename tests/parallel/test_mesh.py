@@ -1,5 +1,6 @@
 """How ranks are arranged, and what a job that does not fit is told."""
 
+import functools
 from datetime import timedelta
 
 import pytest
@@ -40,16 +41,26 @@ def test_data_replicas_do_not_meet(pools) -> None:
 )
 def test_a_mesh_that_does_not_fit(sizes: dict, remedy: str, pools) -> None:
     with pytest.raises(Failed) as failed:
-        pools(4)(jobs.wrong_mesh, **{}) if not sizes else pools(4)(_Wrong(sizes))
+        pools(4)(functools.partial(jobs.wrong_mesh, **sizes))
     assert all("ValueError" in error and remedy in error for error in failed.value.errors)
 
 
-class _Wrong:
-    def __init__(self, sizes: dict) -> None:
-        self.sizes = sizes
-
-    def __call__(self) -> None:
-        jobs.wrong_mesh(**self.sizes)
+@pytest.mark.parametrize(
+    "changes, remedy",
+    [
+        (dict(heads=3), "ulysses=2 does not divide q's 3 heads: one of [1, 3] does"),
+        (dict(rows=5), "use layout.shard"),
+        (dict(layout=None), "mesh.layout"),
+        (dict(layout=Layout("zigzag", 16, 4)), "mesh.layout"),
+        (dict(dropout=0.1), "needs a seed"),
+        (dict(sinks=torch.zeros(2)), "sinks"),
+        (dict(transport="pull"), "needs CUDA"),
+    ],
+)
+def test_ring_and_ulysses_name_a_remedy(changes: dict, remedy: str, pools) -> None:
+    with pytest.raises(Failed) as failed:
+        pools(4)(functools.partial(jobs.refused, **changes))
+    assert all(error.startswith("ValueError") and remedy in error for error in failed.value.errors), failed.value
 
 
 def test_one_process_needs_no_job() -> None:

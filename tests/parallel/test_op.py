@@ -96,3 +96,8 @@ def test_auto_chooses_from_a_table() -> None:
     for table in AUTO.values():
         limits = [limit for limit, _ in table]
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 7 + [1] * 9)], ids=["causal", "documents"])
+def test_a_mask_is_planned_once_for_all_layers(mask: dict, pools) -> None:
+    assert pools(2)(jobs.plans_made, mask) == [1, 1]
