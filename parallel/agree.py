@@ -17,13 +17,13 @@ from . import progress
 from .groups import by_name, timeout_of
 
 FIRST = 3
-_calls: Counter[str] = Counter()
+_calls: Counter[tuple[str, int]] = Counter()
 Description = dict[str, Any]
 
 
-def agree(name: str, device: torch.device, describe: Callable[[], Description]) -> None:
+def agree(name: str, device: torch.device, describe: Callable[[], Description], first: int = FIRST) -> None:
     """A ValueError on every rank if any rank's description differs. It is made only when it is to be compared."""
-    if not _due(name):
+    if not _due(name, first):
         return
     mine = describe()
     ranks, answers = _exchange(name, device, mine, None)
@@ -37,16 +37,16 @@ def agree(name: str, device: torch.device, describe: Callable[[], Description]) 
         raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer in given]) for key in differing))
 
 
-def refuse(name: str, device: torch.device, error: ValueError) -> None:
+def refuse(name: str, device: torch.device, error: ValueError, first: int = FIRST) -> None:
     """Tells the others why this rank will not call, if they are listening. The caller raises."""
-    if _due(name):
+    if _due(name, first):
         _exchange(name, device, None, str(error))
 
 
-def _due(name: str) -> bool:
-    _calls[name] += 1
+def _due(name: str, first: int) -> bool:
+    _calls[name, first] += 1  # each kind of call has its own count
     step = progress.training_step()
-    early = _calls[name] <= FIRST or (step is not None and step < FIRST)
+    early = _calls[name, first] <= first or (step is not None and step < FIRST)
     return early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 

@@ -48,7 +48,8 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
     return _pairs[name]
 
 
-def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
+    device = group._device_types[0] if device is None else device
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", timedelta(minutes=10))
 

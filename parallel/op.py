@@ -48,24 +48,28 @@ def ring_attention(
     group: ProcessGroup | None = None,
     transport: str = "auto",
     head_start: int = 0,
+    among: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`kernels.attention` over a sequence that the ranks of a group share; shards in, shards out.
 
     mask.documents are those of the whole sequence, in natural order, on every rank; on the CPU they also say which blocks
     need not travel. Dropout needs a seed, the same on every rank. The gradient of sinks is this rank's part of it: sum it
     over the ranks, as that of any weight. Rows of padding give 0, lse -inf, and no gradient. `head_start` is the index of
-    the first query head among all heads, where a rank has only some. Sums have a fixed order: always deterministic.
+    the first query head among all heads, where a rank has only some; `among` are then all ranks of the sequence, which
+    compare their arguments. Sums have a fixed order: always deterministic.
     """
     group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
     size, rank, name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
+    among = group if among is None else among
+    everyone = among.group_name if among is not None and among.size() > 1 else ""
     mask = Mask() if mask is None else mask
     try:
         q, k, v = cast_for_autocast(q, k, v)
         _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
         backend = choose_backend(backend, q, v)
     except ValueError as error:
-        if size > 1 and isinstance(q, Tensor):
-            refuse(name, q.device, error)
+        if everyone and isinstance(q, Tensor):
+            refuse(everyone, q.device, error)
         raise
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
@@ -73,7 +77,7 @@ def ring_attention(
     left, right, *tensors = mask.bounds(q.device)
     _, known_right, *known = mask.coarse().bounds()
     numbers = Numbers(left, right, known_right, head_start, layout.length, layout.ranks, layout.multiple, rank)
-    names = " ".join((backend, layout.kind, transport, name))
+    names = " ".join((backend, layout.kind, transport, name, everyone))
     seed = seed if dropout else None
     factors = [scale, float(softcap), float(dropout)]
     out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, list(numbers), factors, names)
@@ -139,7 +143,7 @@ class Call:
     def __init__(self, what: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
         starts, ends, prefix, known_starts, known_ends, known_prefix, self.sinks, seed, integers, factors, names = given
         n = Numbers(*integers)
-        backend, kind, transport, group = names.split(" ")
+        backend, kind, transport, group, everyone = names.split(" ")
         progress.enter(what)
         self.mask = Mask.from_bounds(Bounds(n.left, n.right, starts, ends, prefix))
         known = Mask.from_bounds(Bounds(n.left, n.known_right, known_starts, known_ends, known_prefix))
@@ -158,8 +162,9 @@ class Call:
             said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
             return said | {"seed": None if seed is None else seed.tolist()}
 
+        if everyone:
+            agree(everyone, q.device, describe)
         if n.ranks > 1:
-            agree(group, q.device, describe)
             pair = pair_of(by_name(group), q.device)
             moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
             plan = make_plan(layout, known, n.rank, merged=moves_by == "all_gather")
@@ -183,7 +188,7 @@ def forward_op(
     seed: Tensor | None,
     numbers: list[int],  # Numbers
     factors: list[float],  # scale, softcap, dropout
-    names: str,  # backend, layout, transport, group
+    names: str,  # backend, layout, transport, the ring's group, and that of all ranks of the sequence
 ) -> tuple[Tensor, Tensor]:
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring forward", q, k, v, *given)

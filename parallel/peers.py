@@ -135,9 +135,9 @@ def _ulysses_over(kernel: str) -> Make:
         leaves, dout = _tensors(setting, place, setting.tokens)
         kv_heads = repeat_heads(leaves[1], ranks).shape[2] // ranks
         local = Shape(whole.name, 1, whole.length, setting.heads // ranks, kv_heads, setting.head_dim, window=setting.window)
-        group = place.ulysses.ulysses_group
-        assert group is not None
-        trip = ranks, group.group_name
+        group, among = place.ulysses.ulysses_group, place.ulysses.context_group
+        assert group is not None and among is not None
+        trip = ranks, group.group_name, among.group_name
 
         def run() -> Tensor:
             q, k, v = leaves

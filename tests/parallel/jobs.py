@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kernels import Mask, attention
 from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention
+from parallel import groups as groups_of
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
 from parallel.transport import moved
@@ -125,6 +126,8 @@ def rms_against_one(case: Case) -> dict[str, tuple[float, float]]:
 
 def meshes(data: int, ring: int, ulysses: int) -> dict[str, Any]:
     here = Mesh(data, ring, ulysses, timeout=30)
+    assert groups_of.timeout_of(here.ring_group).total_seconds() == 30
+    assert mesh(dist.get_world_size()).timeout == groups_of.timeout_of(dist.group.WORLD)  # as the job's own
     groups = {name: getattr(here, f"{name}_group") for name in ("data", "context", "ring", "ulysses")}
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     positions = {name: group.rank() for name, group in groups.items()}
@@ -335,7 +338,13 @@ def plans_made(given: dict[str, Any]) -> int:
 
 
 def refused(**changes: Any) -> None:
-    here = mesh(2, 2)
+    attend_together(2, 2, None, **changes)
+
+
+def attend_together(ring: int, ulysses: int, odd: int | None, **changes: Any) -> None:
+    """Ring and Ulysses, where rank `odd`, or every rank, does something else."""
+    here = mesh(ring, ulysses)
+    what = dict(changes) if odd in (None, dist.get_rank()) else {}
     layout = here.layout("zigzag", 16)
-    q = torch.randn(1, changes.pop("rows", layout.local_length), changes.pop("heads", 4), 16)
-    context_attention(q, q, q, **dict(layout=layout, mesh=here) | changes)
+    q = torch.randn(1, what.pop("rows", layout.local_length), what.pop("heads", 4), 16)
+    context_attention(q, q, q, **dict(layout=layout, mesh=here) | what)

@@ -20,6 +20,13 @@ def checking():
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def exchanging():
+    pool = Pool(4, timeout=20, environment={"RINGSPAN_CHECK": "1"})
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -47,6 +54,25 @@ def test_seeds_that_differ_are_found(checking: Pool) -> None:
     checking(functools.partial(jobs.attend, dropout=0.5, seed=4))
     with pytest.raises(Failed, match="seed must be the same on every rank, but ranks 0, 2: 1, rank 1: 2"):
         checking(_Seeds())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(rows=3), "rank 1 refused its arguments: q has 3 tokens"),
+        (dict(heads=8), "what is exchanged must be the same on every rank, but ranks 0, 2, 3: ((1, 4, 4, 16)"),
+        (dict(heads=3), "rank 1 refused its arguments: ulysses="),
+        (dict(softcap=1.0), "factors must be the same on every rank, but ranks 0, 2, 3: {'scale': 0.25, 'softcap': 0.0"),
+    ],
+)
+@pytest.mark.parametrize("ring, ulysses", [(2, 2), (1, 4)])
+def test_ulysses_ranks_that_differ(ring: int, ulysses: int, changes: dict, words: str, exchanging: Pool) -> None:
+    """All ranks of the sequence are told, those of other Ulysses groups too."""
+    with pytest.raises(Failed) as failed:
+        exchanging(functools.partial(jobs.attend_together, ring, ulysses, 1, **changes), patience=60)
+    for rank in (0, 2, 3):
+        assert words in failed.value.errors[rank], failed.value
+    exchanging(functools.partial(jobs.attend_together, ring, ulysses, None))
 
 
 class _Seeds:
