@@ -6,7 +6,7 @@ seven products instead of the five of a single pass, but nothing is added by ato
 dq needs no fp32 buffer that every tile of keys reads and writes again. Masks are intervals both ways (mask.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -290,6 +290,7 @@ def backward_launches(
     dv: Tensor,
     options: dict[str, Any],
     accumulate: bool | str,
+    launches: Callable[..., Iterator[Launch]] | None = None,
 ) -> Iterator[Launch]:
     """Two launches; for lists of more segments than a kernel takes, two for each pair of runs, added up in fp32."""
     q_runs, k_runs = ascending_runs(q_at), ascending_runs(k_at)
@@ -303,7 +304,7 @@ def backward_launches(
         for k_first, k_run in k_runs:
             keys = slice(k_first, k_first + num_rows(k_run))
             sliced = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
-            yield from _launches(
+            yield from (launches or _launches)(
                 *sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate if single else True
             )
 

@@ -56,7 +56,7 @@ def ring_attention(
     need not travel. Dropout needs a seed, the same on every rank. The gradient of sinks is this rank's part of it: sum it
     over the ranks, as that of any weight. Rows of padding give 0, lse -inf, and no gradient. `head_start` is the index of
     the first query head among all heads, where a rank has only some; `among` are then all ranks of the sequence, which
-    compare their arguments. Sums have a fixed order: always deterministic.
+    compare their arguments. `deterministic` is the kernels' choice; what the ring itself adds up has a fixed order.
     """
     group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
     size, rank, name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
@@ -66,21 +66,22 @@ def ring_attention(
     try:
         q, k, v = cast_for_autocast(q, k, v)
         _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
-        backend = choose_backend(backend, q, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
     except ValueError as error:
         if everyone and isinstance(q, Tensor):
             refuse(everyone, q.device, error)
         raise
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    left, right, *tensors = mask.bounds(q.device)
-    _, known_right, *known = mask.coarse().bounds()
-    numbers = Numbers(left, right, known_right, head_start, layout.length, layout.ranks, layout.multiple, rank)
+    left, right, padded, *tensors = mask.bounds(q.device)
+    _, known_right, _, *known = mask.coarse().bounds()
+    parts = layout.length, layout.ranks, layout.multiple, rank
+    numbers = Numbers(left, right, padded, known_right, head_start, deterministic, *parts)
     names = " ".join((backend, layout.kind, transport, name, everyone))
     seed = seed if dropout else None
     factors = [scale, float(softcap), float(dropout)]
-    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, list(numbers), factors, names)
+    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, [int(n) for n in numbers], factors, names)
     return (out, lse) if return_lse else out
 
 
@@ -89,8 +90,10 @@ class Numbers(NamedTuple):
 
     left: int
     right: int
+    padded: int
     known_right: int
     head_start: int
+    deterministic: int
     length: int
     ranks: int
     multiple: int
@@ -145,12 +148,13 @@ class Call:
         n = Numbers(*integers)
         backend, kind, transport, group, everyone = names.split(" ")
         progress.enter(what)
-        self.mask = Mask.from_bounds(Bounds(n.left, n.right, starts, ends, prefix))
-        known = Mask.from_bounds(Bounds(n.left, n.known_right, known_starts, known_ends, known_prefix))
+        padded = bool(n.padded)
+        self.mask = Mask.from_bounds(Bounds(n.left, n.right, padded, starts, ends, prefix))
+        known = Mask.from_bounds(Bounds(n.left, n.known_right, padded, known_starts, known_ends, known_prefix))
         layout = Layout(kind, n.length, n.ranks, multiple=n.multiple)
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
-        self.options["head_start"] = n.head_start
+        self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.mover: Mover
 
         def describe() -> dict[str, Any]:

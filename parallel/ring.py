@@ -104,21 +104,19 @@ def ring_backward(
         return dq, dk, dv, delta
 
     acc, width, own = accumulation_dtype(q.dtype), k.shape[3], mover.plan.steps[0]
-    dq = torch.empty_like(q, dtype=acc, memory_format=torch.contiguous_format)
+    dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     mine = new_packed(k.shape[1], k, v, acc)
     home = Homeward(mover, mine)
     first, second = halves(k.shape[2], own.num_keys)
 
-    def own_block(heads: slice, keys: slice, add: bool) -> None:
+    def own_block(heads: slice, keys: slice, add: bool | str) -> None:
         block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add)
 
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
-            own_block(*first, add=False)
+            own_block(*first, add="dq")
             for begun in (mine[own.num_keys :], mine[second[1], :, second[0]]):  # what the other half adds to
                 begun.zero_()
-            if second[0] != first[0]:
-                dq[:, :, second[0].start * group :].zero_()
             continue
         for heads in home.head_parts():
             part = home.part(index, heads)
