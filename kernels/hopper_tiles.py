@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 FORWARD = {  # head dim up to: consumers of 64 queries each, keys, buffers of q and of k and v, registers of a consumer and at launch
-    64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=3, REGISTERS=160, maxnreg=128),
-    128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, maxnreg=168),
-    256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, maxnreg=168),
+    64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=3, REGISTERS=160, STAGED=True, maxnreg=128),
+    128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168),
+    256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168),
 }
-BACKWARD = {  # head dim up to: queries a tile, buffers of q and of dout
-    64: dict(BLOCK_M=128, STAGES=2, DOUT_STAGES=2, maxnreg=168),
-    128: dict(BLOCK_M=64, STAGES=2, DOUT_STAGES=2, maxnreg=168),
+BACKWARD = {  # head dim up to: queries a tile, buffers of q and dout, which half of dq is a consumer's, k and v kept in registers
+    64: dict(BLOCK_M=64, STAGES=3, SHARE="columns", KEEP=True, AHEAD=True, maxnreg=168),
+    128: dict(BLOCK_M=64, STAGES=2, SHARE="columns", KEEP=False, AHEAD=False, maxnreg=168),
 }
 
 
