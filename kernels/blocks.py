@@ -165,12 +165,13 @@ def block_backward(
     seed: int | Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
-    accumulate: bool = True,
+    accumulate: bool | str = True,
 ) -> None:
     """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
 
-    With accumulate=False it overwrites them, and they may have the inputs' dtype. Every backend's sums have a fixed order,
-    so `deterministic` is always true here.
+    With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
+    dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. Every backend's sums have a
+    fixed order, so `deterministic` is always true here.
     """
     check_qkv(q, k, v)
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
@@ -186,11 +187,18 @@ def block_backward(
         check_columns(name, grad)
         if accumulate and grad.dtype != acc:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
+    if accumulate not in (True, False, "dq"):
+        raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     chosen = choose_backend(backend, q, v, scale=options["scale"], dropout=dropout)
     if chosen == "hopper" and deterministic:
         chosen = _say("triton", "hopper adds up dq in no fixed order, and deterministic=True asks for one")
+    run = _module(chosen, backward=True)
+    if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
+        dk.zero_()
+        dv.zero_()
+        accumulate = True
     with _own_precision(q):
-        _module(chosen, backward=True).block_backward(
+        run.block_backward(
             dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options
         )
 

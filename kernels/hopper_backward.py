@@ -268,6 +268,9 @@ def write(
     gl.store(at, value.to(to.dtype.element_ty), mask=ok)
 
 
+ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
+
+
 def block_backward(
     dout: Tensor,
     q: Tensor,
@@ -287,7 +290,7 @@ def block_backward(
     softcap: float = 0.0,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    accumulate: bool = True,
+    accumulate: bool | str = True,
 ) -> None:
     dout, q = (aligned(without_padding(x, mask, q_at)) for x in (dout, q))
     k, v = aligned(without_padding(k, mask, k_at)), aligned(v)
@@ -313,7 +316,7 @@ def launches(
     dk: Tensor,
     dv: Tensor,
     options: dict[str, Any],
-    add: bool,
+    add: bool | str,
 ) -> Iterator[Launch]:
     batch, rows, heads, width = q.shape
     kv_heads, v_width = v.shape[2:]
@@ -342,7 +345,7 @@ def launches(
         D=width,
         DV=v_width,
         GROUP=heads // kv_heads,
-        ADD=add,
+        ADD=add is True,
         **tiles,
     )
     yield Launch(attention_backward, (num_tiles * batch * kv_heads,), arguments)
