@@ -27,7 +27,7 @@ from .hopper_common import barriers, descriptor, heads_together, nth_tile, wait_
 from .hopper_tiles import tiles_for
 from .mask import Mask
 from .segments import Segment, num_rows
-from .triton_backward import backward_launches
+from .triton_backward import add_up
 from .triton_common import (
     EVERYWHERE,
     LOG2E,
@@ -244,9 +244,7 @@ def consume(
 
 @gluon.jit
 def scores(k_mine, q_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr):
-    return warpgroup_mma(
-        k_mine, q_tile.reshape([BLOCK_M, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True
-    )
+    return warpgroup_mma(k_mine, q_tile.reshape([BLOCK_M, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -295,9 +293,8 @@ def block_backward(
     dout, q = (aligned(without_padding(x, mask, q_at)) for x in (dout, q))
     k, v = aligned(without_padding(k, mask, k_at)), aligned(v)
     options = option_arguments(head_start, scale, softcap, dropout, seed)
-    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)
-    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate, launches):
-        call()
+    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)  # the TMA adds, and in fp32
+    add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate or "dq", launches)
     if dq_sum is not dq:
         dq.copy_(dq_sum)
 
@@ -339,7 +336,7 @@ def launches(
         num_tiles=num_tiles,
         num_sequences=batch * kv_heads,
         num_heads=kv_heads,
-        together=heads_together(q, dq, q_rows, 1),
+        together=heads_together(q_rows * (heads // kv_heads) * (2 * q.element_size() + 4) * width, 1),
         scale=options["scale"],
         softcap=options["softcap"],
         D=width,

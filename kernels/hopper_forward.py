@@ -110,7 +110,12 @@ def publish(queue, i, tile):
 def receive(queue, i):
     next_tile, next_full, next_free = queue
     place = wait_full(next_full, i, 2)
-    more, b, h, row = number(next_tile, place, 0), number(next_tile, place, 1), number(next_tile, place, 2), number(next_tile, place, 3)
+    more, b, h, row = (
+        number(next_tile, place, 0),
+        number(next_tile, place, 1),
+        number(next_tile, place, 2),
+        number(next_tile, place, 3),
+    )
     begin, full, rest = number(next_tile, place, 4), number(next_tile, place, 5), number(next_tile, place, 6)
     end = number(next_tile, place, 7)
     mbarrier.arrive(next_free.index(place), count=1)
@@ -254,7 +259,6 @@ def consume(
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(kv_free.index(place), count=1)
-
 
     if STAGED:
         tma.store_wait(0)
@@ -400,7 +404,7 @@ def launch(
         num_sequences=batch * heads,
         num_heads=heads,
         group=heads // k.shape[2],
-        together=heads_together(k, v, num_rows(k_at), heads // k.shape[2]),
+        together=heads_together(num_rows(k_at) * (width + v.shape[-1]) * k.element_size(), heads // k.shape[2]),
         scale=options["scale"],
         softcap=options["softcap"],
         DV=v.shape[-1],
