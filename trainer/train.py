@@ -5,7 +5,7 @@ This is the core, in one process on one CPU or GPU; Hydra, DeepSpeed and the rin
 
 import torch
 
-from .config import parse
+from .arguments import parse
 from .data import VOCABULARY, Dataset, read_documents, split
 from .generate import generate
 from .loop import choose_device, precision, train

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.config import Config
+from trainer.arguments import Config
 from trainer.data import Dataset, pack, read_documents, split
 
 DOCUMENTS = [b"abc", b"d", b"efghij"]

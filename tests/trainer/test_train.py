@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import Mask
-from trainer.config import Config
+from trainer.arguments import Config
 from trainer.cost import training_flops, visible_pairs
 from trainer.data import VOCABULARY, Dataset, read_documents, split
 from trainer.generate import generate
