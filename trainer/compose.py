@@ -192,9 +192,7 @@ def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
                 "--multirun starts one run after the other, so it belongs to the launcher: python -m launch --multirun …"
             )
         elif text.startswith("-"):
-            raise ConfigError(
-                f"{text}: there is no such flag{_nearest(name, ['--help', '--cfg', '--config-dir', '--multirun'])}; options are written key=value"
-            )
+            raise ConfigError(f"{text}: there is no such flag{_nearest(name, FLAGS)}; options are written key=value")
         else:
             overrides.append(text)
     return flags, overrides
