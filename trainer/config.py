@@ -64,7 +64,7 @@ class Rope:
     kind: str = option("base", "scaling of the frequencies", choices=("base", "linear", "ntk", "yarn", "llama3"))
     base: float = option(10_000.0, "θ: the slowest pair turns once in about 2π · base tokens", above=1)
     factor: float = option(1.0, "how many times longer than original_length the context becomes (all kinds but base)", least=1)
-    original_length: int = option(8192, "the length the weights were trained at (yarn, llama3, ntk)", least=1)
+    original_length: int = option(8192, "the length the weights were trained at (yarn, llama3)", least=1)
     beta_fast: float = option(32.0, "yarn: pairs that turn more often than this over original_length stay as they are", above=0)
     beta_slow: float = option(1.0, "yarn: pairs that turn less often than this are fully interpolated", above=0)
     attention_factor: float = option(0.0, "yarn: scale of cos and sin; 0 is 0.1 · ln(factor) + 1", least=0)
@@ -77,7 +77,8 @@ class Tokenizer:
     """How text becomes tokens."""
 
     kind: str = option("bytes", "bytes needs no file", choices=("bytes", "hf", "tiktoken"))
-    path: str = option("", "hf: a tokenizer.json; tiktoken: a .tiktoken file of ranks")
+    path: str = option("", "hf: a tokenizer.json, or its folder; tiktoken: a .tiktoken file of ranks")
+    end: str = option("", "hf, tiktoken: the token that ends a document; empty finds it by its usual names")
 
 
 @dataclass
@@ -94,7 +95,10 @@ class Source:
     text_key: str = option("text", "text: the key of a .jsonl line that holds the document")
     dtype: str = option("uint16", "tokens: the type of the shards' numbers", choices=("uint16", "uint32"))
     end_token: int = option(-1, "tokens: the id that ends a document; -1: the shards have none")
-    pairs: int = option(8, "recall: pairs of key and value in a sequence", least=1)
+    header: int = option(0, "tokens: bytes to skip at the head of each shard (llm.c's have 1024)", least=0)
+    pairs: int = option(16, "recall: pairs of key and value in a sequence", least=1)
+    queries: int = option(4, "recall: how often each pair is asked for", least=1)
+    values: int = option(16, "recall: different values, so chance is one in so many", least=2)
     digits: int = option(5, "passkey: digits of the number to be found again", least=1)
 
 
@@ -108,7 +112,8 @@ class Data:
     sources: dict[str, Source] = field(
         default_factory=dict, metadata=dict(help="name: {kind: …, weight: …} of each part of the mixture")
     )
-    held_out: float = option(0.05, "share of the documents that training never sees", above=0)
+    held_out: float = option(0.05, "share of a corpus that training never sees, at most 16M tokens", above=0)
+    cache: str = option("~/.cache/ringspan", "folder for tokenized text, so that only the first run of a corpus tokenizes it")
     prefetch: int = option(2, "batches that a thread prepares ahead; 0 prepares them in the loop", least=0)
 
 
