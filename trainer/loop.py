@@ -6,8 +6,9 @@ import time
 
 import torch
 
+from .config import Data
 from .cost import training_flops
-from .data import Dataset
+from .data import Dataset, samples_of
 from .model import GPT
 from .optim import Cosine, adamw
 
@@ -16,7 +17,13 @@ EVAL_BATCHES = 8
 
 
 def train(
-    model: GPT, data: Dataset, held_out: Dataset, schedule: Cosine, log_every: int = 20, eval_every: int = 100
+    model: GPT,
+    data: Dataset,
+    held_out: Dataset,
+    options: Data,
+    schedule: Cosine,
+    log_every: int = 20,
+    eval_every: int = 100,
 ) -> list[float]:
     """Trains the model where it lies and returns the loss of every step."""
     device, steps = next(model.parameters()).device, schedule.steps
@@ -26,9 +33,9 @@ def train(
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate = schedule(step)
-        batch = data.batch(step - 1)
+        batch = data.batch([i for row in range(options.batch) for i in samples_of(step - 1, row, options, 0, 1)])
         with precision(device):
-            loss_sum, num_valid = model(*batch.to(device))
+            loss_sum, num_valid = model(*batch.to(device).inputs)
         loss = loss_sum / num_valid.clamp(min=1)
         loss.backward()
         grad = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -38,7 +45,7 @@ def train(
         name = f"step {step:{len(str(steps))}}/{steps}"
         losses.append(loss.detach())
         num_tokens += batch.tokens.numel()
-        flops += training_flops(model.config, batch.tokens.shape, batch.mask)
+        flops += training_flops(model.config, batch.lengths)
         evaluates = step % eval_every == 0 or step == steps
         if evaluates or step % log_every == 0 or step == 1:
             value, norm = loss.item(), grad.item()  # waits for the device, so the clock is read after it
@@ -58,9 +65,9 @@ def evaluate(model: GPT, data: Dataset) -> float:
     """The mean loss per label over the same few batches every time: over tokens, not a mean of the batches' means."""
     device = next(model.parameters()).device
     total, count = torch.zeros(2, dtype=torch.float64, device=device)
-    for number in range(min(EVAL_BATCHES, len(data))):
+    for number in range(EVAL_BATCHES):
         with precision(device):
-            loss_sum, num_valid = model(*data.batch(number).to(device))
+            loss_sum, num_valid = model(*data.windows([(0, number)]).to(device).inputs)
         total, count = total + loss_sum, count + num_valid
     return (total / count.clamp(min=1)).item()
 

@@ -1,7 +1,8 @@
 """Tasks whose answers stand far away, of any length: whoever gets them right has used the whole context.
 
-`recall`: pairs (key, value) lie scattered in noise; later a key comes again and asks for its value. Keys, values and noise are
-ids of their own, drawn afresh for each sequence, so nothing can be learned by heart. Chance is one in `values`.
+`recall`: facts, each a key with one of `values` values, lie scattered in noise; later a question names a key, and its fact is
+the answer. Which value a key has is drawn afresh for each sequence, so nothing can be learned by heart: chance is one in
+`values` for whoever cannot see the fact.
 
 `passkey`: a number is told somewhere in a long dull text and asked for at its end, through the run's own tokenizer. A
 sequence is packed with texts of several lengths, and the number lies at any depth.
@@ -41,41 +42,39 @@ class Answers(NamedTuple):
 
 
 class Recall:
-    """The ids used are the tokenizer's highest below its end token: half of them (at most 1024 each) keys and noise."""
+    """A fact and a question are one token each, so that one layer of attention can learn to look back within a minute on a CPU.
 
-    def __init__(self, tokenizer: Tokenizer, length: int, pairs: int, queries: int, values: int) -> None:
+    The ids are the tokenizer's highest below its end token: `values` facts for each key, a question for each key, and noise.
+    """
+
+    NOISE = 32
+
+    def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, questions: float) -> None:
         room = min(tokenizer.end, tokenizer.size)
-        num = min((room - values) // 2, 1024)
-        if num < pairs:
-            raise ValueError(
-                f"pairs={pairs}, values={values}: a tokenizer of {tokenizer.size} tokens has room for {max(num, 0)} keys; "
-                "ask for fewer"
-            )
-        slots = (length - 1) // 2
-        if pairs * (1 + queries) > slots:
-            raise ValueError(
-                f"pairs={pairs}, queries={queries}: they take {2 * pairs * (1 + queries)} tokens of a sequence of {length}; "
-                "ask for fewer, or for a larger data.length"
-            )
-        self.length, self.pairs, self.queries = length, pairs, queries
-        self.values = np.arange(room - values, room)
-        self.keys = np.arange(room - values - num, room - values)
-        self.noise = np.arange(room - values - 2 * num, room - values - num)
+        used = keys * values + keys + self.NOISE
+        if used > room:
+            raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
+        if length < 4 * keys:
+            raise ValueError(f"keys={keys}: half a sequence of {length} tokens is too short for them; at most {length // 4} fit")
+        self.length, self.num_keys, self.num_values, self.num_asked = length, keys, values, int(questions * length)
+        self.first_question = room - keys * values - keys
+        self.first_fact = room - keys * values
 
     def sequence(self, rng: np.random.Generator) -> Sequence:
-        tokens = rng.choice(self.noise, self.length)
+        tokens = self.first_question - 1 - rng.integers(0, self.NOISE, self.length)
         labels = np.full(self.length, NO_LABEL)
-        keys, values = rng.choice(self.keys, self.pairs, replace=False), rng.choice(self.values, self.pairs)
-        # Slots of two tokens: of those drawn for one pair the first is the fact and the others ask.
-        slots = rng.choice((self.length - 1) // 2, self.pairs * (1 + self.queries), replace=False)
-        slots = np.sort(slots.reshape(self.pairs, -1), axis=1) * 2
-        tokens[slots], tokens[slots + 1] = keys[:, None], values[:, None]
-        asked = slots[:, 1:]
-        labels[asked] = values[:, None]
-        at = asked.reshape(-1, 1)
-        fact = np.repeat(slots[:, 0] + 1, self.queries)
-        size = np.full(len(at), self.length)
-        return Sequence(tokens, labels, np.array([self.length]), Answers(at, fact, size, fact / self.length))
+        where = np.sort(rng.choice(self.length // 2, self.num_keys, replace=False))  # facts are in the first half
+        keys = rng.permutation(self.num_keys)
+        facts = self.first_fact + keys * self.num_values + rng.integers(0, self.num_values, self.num_keys)
+        asked = rng.choice(self.length, self.num_asked, replace=False)
+        known = np.searchsorted(where, asked)  # how many facts stand before
+        asked, known = (x[(known > 0) & ~np.isin(asked, where)] for x in (asked, known))
+        which = rng.integers(0, known)
+        tokens[where], tokens[asked] = facts, self.first_question + keys[which]
+        labels[asked] = facts[which]
+        size = np.full(len(asked), self.length)
+        answers = Answers(asked[:, None], where[which], size, where[which] / self.length)
+        return Sequence(tokens, labels, np.array([self.length]), answers)
 
 
 class Passkey:
