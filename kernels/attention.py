@@ -16,7 +16,7 @@ from torch import Tensor
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
 from .checks import check_mask, check_options, check_qkv, check_sinks
 from .mask import Bounds, Mask
-from .reference import accumulation_dtype
+from .reference import Carry, accumulation_dtype
 
 __all__ = ["BACKENDS", "attention"]
 
@@ -43,10 +43,7 @@ def attention(
     seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
     its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which these backends always give.
     """
-    tensors = all(isinstance(x, Tensor) for x in (q, k, v))  # check_qkv complains of others
-    if tensors and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # as SDPA does
-        low = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = cast_for_autocast(q, k, v)
     check_qkv(q, k, v)
     mask = Mask() if mask is None else mask
     check_mask(q, k, mask)
@@ -62,6 +59,16 @@ def attention(
         q, k, v, *mask.bounds(q.device), sinks, seed, scale, float(softcap), float(dropout), choose_backend(backend, q, v)
     )
     return (out, lse) if return_lse else out
+
+
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast in its dtype, as SDPA does."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return q, k, v  # check_qkv complains of these
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        low = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
 
 
 @torch.library.custom_op("ringspan::attention_forward", mutates_args=())
@@ -82,10 +89,7 @@ def attention_forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
-    carry = None
-    if sinks is not None:
-        lse = sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
-        carry = None, lse
+    carry = None if sinks is None else sink_carry(sinks, q)
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     return block_forward(q, k, v, mask, carry=carry, **options)
 
@@ -133,6 +137,11 @@ def _(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     sinks = rest[5]
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def sink_carry(sinks: Tensor, q: Tensor) -> Carry:
+    """A sink is the softmax of one key with value 0, before any other: out 0 and lse = sink."""
+    return None, sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""Ranks compare what they were given before the first hop, because a message of the wrong size hangs or corrupts.
+
+It costs a small collective, so it is done for the first three calls on a group, for as long as the trainer says that it is
+in its first three steps, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which
+would otherwise wait for it.
+"""
+
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import progress
+from .groups import by_name, timeout_of
+
+FIRST = 3
+_calls: Counter[str] = Counter()
+Description = dict[str, Any]
+
+
+def agree(name: str, device: torch.device, mine: Description, tensors: dict[str, Tensor | None]) -> None:
+    """A ValueError on every rank if any rank's description differs. Small tensors are read only if it is to be checked."""
+    if not _due(name):
+        return
+    mine = mine | {key: x if x is None else x.tolist() for key, x in tensors.items()}
+    ranks, answers = _exchange(name, device, mine, None)
+    for rank, (answer, trouble) in zip(ranks, answers, strict=True):
+        if answer is None:
+            raise ValueError(f"rank {rank} refused its arguments: {trouble}")
+    differing = [key for key in mine if any(answer[key] != mine[key] for answer, _ in answers)]
+    if differing:
+        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer, _ in answers]) for key in differing))
+
+
+def refuse(name: str, device: torch.device, error: ValueError) -> None:
+    """Tells the others why this rank will not call, if they are listening. The caller raises."""
+    if _due(name):
+        _exchange(name, device, None, str(error))
+
+
+def _due(name: str) -> bool:
+    _calls[name] += 1
+    step = progress.training_step()
+    early = _calls[name] <= FIRST or (step is not None and step < FIRST)
+    return early or os.environ.get("RINGSPAN_CHECK") == "1"
+
+
+def _exchange(
+    name: str, device: torch.device, mine: Description | None, trouble: str | None
+) -> tuple[list[int], list[tuple[Description | None, str | None]]]:
+    group = by_name(name)
+    answers: list[Any] = [None] * group.size()
+    progress.wait(
+        lambda: dist.all_gather_object(answers, (mine, trouble), group=group),
+        "all ranks, to compare shapes",
+        timeout_of(group, device).total_seconds(),
+    )
+    return dist.get_process_group_ranks(group), answers
+
+
+def _sentence(key: str, ranks: list[int], values: list[Any]) -> str:
+    have: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        have.setdefault(str(value), []).append(rank)
+    who = ", ".join(f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {value}" for value, r in have.items())
+    return f"{key} must be the same on every rank, but {who}"

@@ -1,0 +1,78 @@
+"""`context_attention`: the one attention that a model calls, however many ranks share its sequence.
+
+    mesh   = Mesh(data=1, ring=2, ulysses=2)
+    layout = mesh.layout("zigzag", length=S)
+    out    = context_attention(q, k, v, mask=Mask(causal=True), layout=layout, mesh=mesh)       shards in, shards out
+
+One rank: the plain kernel. Otherwise the Ulysses exchange gathers the tokens of its group for some heads, the ring spans
+the groups, and the exchange back follows. Either may be of size 1 and then is not there.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels import Mask, attention
+from kernels.attention import cast_for_autocast
+from kernels.checks import check_qkv, check_sinks
+
+from .layout import Layout
+from .mesh import Mesh
+from .op import ring_attention
+from .ulysses import check_heads, repeat_heads, to_heads, to_tokens
+
+
+def context_attention(
+    q: Tensor,  # (B, n, Hq, D): the shard of mesh.context_rank
+    k: Tensor,  # (B, n, Hkv, D)
+    v: Tensor,  # (B, n, Hkv, Dv)
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    *,
+    layout: Layout | None = None,
+    mesh: Mesh | None = None,
+    transport: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`kernels.attention` of a sequence that mesh.context_size ranks share; see `ring_attention` for what that asks for."""
+    size, ulysses = (1, 1) if mesh is None else (mesh.context_size, mesh.ulysses)
+    if layout is not None and (layout.ranks, layout.ulysses) != (size, ulysses):
+        raise ValueError(f"{layout} does not fit ring · ulysses = {size}: make it with mesh.layout(kind, length)")
+    options: dict[str, Any] = dict(
+        scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
+    )
+    if mesh is None or size == 1:
+        if layout is not None and isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != layout.length:
+            raise ValueError(f"q has {q.shape[1]} tokens, the layout has length={layout.length}: make a layout of that length")
+        return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
+    if layout is None:
+        raise ValueError("layout is None: which tokens a rank has must be known; make it with mesh.layout(kind, length)")
+    options |= dict(layout=layout.ring, group=mesh.ring_group, transport=transport)
+    if ulysses == 1:
+        return ring_attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
+
+    q, k, v = cast_for_autocast(q, k, v)
+    check_qkv(q, k, v)
+    check_heads(q.shape[2], ulysses)
+    if q.shape[1] != layout.local_length:
+        raise ValueError(f"q has {q.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: use layout.shard")
+    heads = q.shape[2] // ulysses
+    head_start = heads * mesh.ulysses_rank
+    if sinks is not None:
+        check_sinks(q, sinks)
+        sinks = sinks[head_start : head_start + heads]
+    assert mesh.ulysses_group is not None
+    trip = ulysses, mesh.ulysses_group.group_name
+    q, k, v = to_heads(q, *trip), to_heads(repeat_heads(k, ulysses), *trip), to_heads(repeat_heads(v, ulysses), *trip)
+    out, lse = ring_attention(q, k, v, mask, sinks=sinks, return_lse=True, head_start=head_start, **options)
+    out = to_tokens(out, *trip)
+    if not return_lse:
+        return out
+    lse = to_tokens(lse.transpose(1, 2).unsqueeze(-1), *trip)  # (B, U · n, h, 1) → (B, n, Hq, 1)
+    return out, lse.squeeze(-1).transpose(1, 2)

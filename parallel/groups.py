@@ -1,0 +1,77 @@
+"""What the ring needs of a process group besides its name: a second one for gradients, its time limit, who is on which host.
+
+dK and dV travel on a communicator of their own, because messages of one communicator wait for each other: a gradient
+queued before the next K/V would put its whole journey between two kernels.
+"""
+
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group  # ops take a group by its name
+
+
+class Pair(NamedTuple):
+    """A group, and another of the same ranks for gradients."""
+
+    group: ProcessGroup
+    gradients: ProcessGroup
+    one_host: bool
+
+
+_siblings: dict[str, ProcessGroup] = {}
+_pairs: dict[str, Pair] = {}
+
+
+def by_name(name: str) -> ProcessGroup:
+    return _resolve_process_group(name)
+
+
+def register_sibling(group: ProcessGroup, sibling: ProcessGroup) -> None:
+    """Mesh makes both with all ranks present, which every backend can do."""
+    _siblings[group.group_name] = sibling
+
+
+def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
+    """Both groups, ready for messages between any two ranks. The first call is a collective of the group."""
+    name = group.group_name
+    if name not in _pairs or _pairs[name].group is not group:
+        sibling = _siblings.get(name) or _new_sibling(group)
+        hosts: list[str | None] = [None] * group.size()
+        dist.all_gather_object(hosts, _host(), group=group)
+        # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
+        dist.all_reduce(torch.zeros(1, device=device), group=sibling)
+        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1)
+    return _pairs[name]
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", timedelta(minutes=10))
+
+
+def _new_sibling(group: ProcessGroup) -> ProcessGroup:
+    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, torch.device(_device_type(group)))
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, timeout=limit)
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        # A communicator bound to its device is split off its parent, where ranks outside the group would have to help.
+        return group  # right, only slower: gradients queue with K/V. A Mesh makes the second group beforehand.
+    return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+
+
+def _device_type(group: ProcessGroup) -> str:
+    return "cpu" if dist.get_backend(group) == "gloo" else "cuda"
+
+
+def _host() -> str:
+    """The machine, even where containers share a name: its boot id."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        import socket
+
+        return socket.gethostname()

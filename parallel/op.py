@@ -1,0 +1,249 @@
+"""`ring_attention`: the ring as one operator each way.
+
+torch.compile sees one call, and selective activation checkpointing can keep (out, lse) and never runs the ring twice. As in
+`kernels.attention` an op receives tensors, numbers and strings only: the group travels as its name, the layout as its
+parts, and the mask as its numbers, twice: on the device for the kernels, and as the CPU knows them for the plan.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kernels import Mask
+from kernels.attention import cast_for_autocast, sink_carry, sink_gradient
+from kernels.blocks import choose_backend
+from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks
+from kernels.mask import Bounds
+from kernels.reference import accumulation_dtype
+
+from . import progress
+from .agree import agree, refuse
+from .groups import by_name, pair_of
+from .layout import Layout
+from .plan import make_plan
+from .ring import ring_backward, ring_forward
+from .transport import TRANSPORTS, Alone, Mover, choose_transport, make_mover
+
+
+def ring_attention(
+    q: Tensor,  # (B, n, Hq, D): this rank's shard
+    k: Tensor,  # (B, n, Hkv, D)
+    v: Tensor,  # (B, n, Hkv, Dv)
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    *,
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    transport: str = "auto",
+    head_start: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`kernels.attention` over a sequence that the ranks of a group share; shards in, shards out.
+
+    mask.documents are those of the whole sequence, in natural order, on every rank; on the CPU they also say which blocks
+    need not travel. Dropout needs a seed, the same on every rank. The gradient of sinks is this rank's part of it: sum it
+    over the ranks, as that of any weight. Rows of padding give 0, lse -inf, and no gradient. `head_start` is the index of
+    the first query head among all heads, where a rank has only some. Sums have a fixed order: always deterministic.
+    """
+    group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+    size, rank, name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
+    mask = Mask() if mask is None else mask
+    try:
+        q, k, v = cast_for_autocast(q, k, v)
+        _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
+        backend = choose_backend(backend, q, v)
+    except ValueError as error:
+        if size > 1 and isinstance(q, Tensor):
+            refuse(name, q.device, error)
+        raise
+    if isinstance(seed, int):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    left, right, *tensors = mask.bounds(q.device)
+    _, known_right, *known = mask.coarse().bounds()
+    numbers = Numbers(left, right, known_right, head_start, layout.length, layout.ranks, layout.multiple, rank)
+    names = " ".join((backend, layout.kind, transport, name))
+    seed = seed if dropout else None
+    factors = [scale, float(softcap), float(dropout)]
+    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, list(numbers), factors, names)
+    return (out, lse) if return_lse else out
+
+
+class Numbers(NamedTuple):
+    """The integers that an op is given."""
+
+    left: int
+    right: int
+    known_right: int
+    head_start: int
+    length: int
+    ranks: int
+    multiple: int
+    rank: int
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout: float,
+    seed: int | Tensor | None,
+    layout: Layout,
+    size: int,
+    transport: str,
+) -> None:
+    check_qkv(q, k, v)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a kernels.Mask or None, not {type(mask).__name__}: masks here are rules, not matrices")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout must be a parallel.Layout, not {type(layout).__name__}: Layout('zigzag', length=…, ranks=…)")
+    if layout.ulysses > 1:
+        raise ValueError(f"layout has ulysses={layout.ulysses}: call context_attention with its mesh, or use ulysses=1")
+    if layout.ranks != size:
+        raise ValueError(f"layout has ranks={layout.ranks}, the group has {size}: make the layout for the group's size")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != layout.local_length:
+            raise ValueError(
+                f"{name} has {x.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: "
+                "cut the sequence with layout.shard, or make a layout of its length"
+            )
+    layout.check_mask(mask)
+    check_mask_batch(q, mask)
+    if dropout and seed is None:
+        raise ValueError(f"dropout={dropout} over several ranks needs a seed, the same on each: seed=step, for instance")
+    check_options(q, scale, softcap, dropout, seed)
+    if sinks is not None:
+        check_sinks(q, sinks)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
+
+
+class Call:
+    """What an op's arguments mean: the mask, how blocks move, and the options of the block functions."""
+
+    def __init__(self, what: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
+        starts, ends, prefix, known_starts, known_ends, known_prefix, self.sinks, seed, integers, factors, names = given
+        n = Numbers(*integers)
+        backend, kind, transport, group = names.split(" ")
+        progress.enter(what)
+        self.mask = Mask.from_bounds(Bounds(n.left, n.right, starts, ends, prefix))
+        known = Mask.from_bounds(Bounds(n.left, n.known_right, known_starts, known_ends, known_prefix))
+        layout = Layout(kind, n.length, n.ranks, multiple=n.multiple)
+        scale, softcap, dropout = factors
+        self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+        self.options["head_start"] = n.head_start
+        self.mover: Mover = Alone(make_plan(layout, known, n.rank))
+        if n.ranks == 1:
+            return
+        described = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+        described |= {"the dtype": str(q.dtype), "the device type": q.device.type, "the layout": str(layout)}
+        described |= {"the mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
+        described |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
+        described |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+        described |= {"transport": transport}
+        agree(group, q.device, described, dict(seed=seed))
+        pair = pair_of(by_name(group), q.device)
+        transport = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
+        plan = make_plan(layout, known, n.rank, merged=transport == "all_gather")
+        self.mover = make_mover(transport, pair, plan, q.device)
+
+
+@torch.library.custom_op("ringspan::ring_forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    prefix: Tensor | None,
+    known_starts: Tensor | None,
+    known_ends: Tensor | None,
+    known_prefix: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    numbers: list[int],  # Numbers
+    factors: list[float],  # scale, softcap, dropout
+    names: str,  # backend, layout, transport, group
+) -> tuple[Tensor, Tensor]:
+    given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
+    call = Call("ring forward", q, k, v, *given)
+    start = None if sinks is None else sink_carry(sinks, q)
+    return ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+
+
+@torch.library.custom_op("ringspan::ring_backward", mutates_args=())
+def backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    prefix: Tensor | None,
+    known_starts: Tensor | None,
+    known_ends: Tensor | None,
+    known_prefix: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    numbers: list[int],
+    factors: list[float],
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
+    given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
+    call = Call("ring backward", q, k, v, *given)
+    dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
+
+
+@backward_op.register_fake
+def _(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sinks = given[6]
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.numbers, ctx.factors, ctx.names = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, *rest = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = backward_op(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.names)
+    *_, sinks, _ = rest
+    return dq, dk, dv, *[None] * 6, None if sinks is None else dsinks, *[None] * 4
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _digest(x: Tensor | None) -> str | None:
+    return None if x is None else hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16]

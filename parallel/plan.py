@@ -1,0 +1,182 @@
+"""What a mask makes of a layout: which rows of whom a rank needs, step by step.
+
+Step 0 is a rank's own block. In step s it takes the rows it can see of the rank s before it, straight from their owner.
+Steps that are empty on all ranks are left out on all ranks; a rank whose own part of a step is empty computes nothing in
+it. Both ends of every message follow from the layout and the mask alone, so no rank asks another for anything.
+
+Since lo(p) and hi(p) never decrease, the queries of one segment that can see a key of another segment are a run of rows,
+and so are the keys they can see: two bisections, done for all pairs of segments at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kernels import Mask, Segment
+from kernels.segments import num_rows
+
+from .layout import Layout, cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    rank: int  # whose rows they are; in `Plan.gives`, who wants them
+    rows: slice  # of the owner's shard
+    at: int  # where they begin in the reader's block
+
+    def __len__(self) -> int:
+        return self.rows.stop - self.rows.start
+
+
+class Step(NamedTuple):
+    """One block: some rows of this rank's queries and the rows of others' keys that they see."""
+
+    queries: slice
+    q_at: list[Segment]
+    pieces: list[Piece]  # one after another they are the block's keys
+    k_at: list[Segment]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+
+class Plan(NamedTuple):
+    steps: list[Step]  # the own block first
+    gives: list[list[Piece]]  # for each step, which of this rank's rows others take
+    most_keys: int  # rows of the largest block of any rank
+
+
+def make_plan(layout: Layout, mask: Mask, rank: int, merged: bool = False) -> Plan:
+    """`merged` makes one step of all others' blocks, with keys in ascending order.
+
+    Only what a mask says on the CPU is used: what is on a device would have to be waited for.
+    """
+    known = mask.coarse()
+    left, right, starts, ends, prefix = known.bounds()
+    first_keys = None if prefix is None else tuple(prefix.tolist())
+    if starts is None or ends is None:
+        return _plan(layout, left, right, first_keys, rank, merged)
+    plans = _plans_of_documents.setdefault(starts, {})
+    key = layout, left, right, first_keys, rank, merged
+    if key not in plans:
+        plans[key] = _plan_of(layout, known, rank, merged)
+    return plans[key]
+
+
+_plans_of_documents = WeakTensorKeyDictionary()  # by the tensor itself, which every layer of a step shares
+
+
+@lru_cache(maxsize=256)
+def _plan(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, merged: bool) -> Plan:
+    prefix = None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32)
+    return _plan_of(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)), rank, merged)
+
+
+def _plan_of(layout: Layout, mask: Mask, rank: int, merged: bool) -> Plan:
+    seen = _visible_rows(layout, mask)
+    shifts = [list(range(1, layout.ranks))] if merged else [[shift] for shift in range(1, layout.ranks)]
+    mine: list[Step] = [_own_block(layout, rank)]
+    gives: list[list[Piece]] = [[]]
+    most_keys = layout.local_length
+    for group in shifts:
+        steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in group], seen) for reader in range(layout.ranks)]
+        if not any(step.pieces for step in steps):
+            continue
+        mine.append(steps[rank])
+        gives.append(
+            [replace(piece, rank=reader) for reader, step in enumerate(steps) for piece in step.pieces if piece.rank == rank]
+        )
+        most_keys = max(most_keys, *(step.num_keys for step in steps))
+    return Plan(mine, gives, most_keys)
+
+
+def _own_block(layout: Layout, rank: int) -> Step:
+    """All rows, padding too: the first call writes every row of out and lse."""
+    at = layout.segments(rank)
+    return Step(slice(0, layout.local_length), at, [Piece(rank, slice(0, num_rows(at)), 0)], at)
+
+
+Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
+
+
+def _step(layout: Layout, reader: int, owners: list[int], seen: dict[tuple[int, int, int, int], Run]) -> Step:
+    first, end = layout.local_length, 0
+    found: list[tuple[Segment, int, slice]] = []  # where keys stand, whose they are, which rows
+    for owner in owners:
+        key_row = 0
+        for j, segment in enumerate(layout.segments(owner)):
+            keys_first, keys_end, query_row = segment[2], 0, 0
+            for i, (_, _, count) in enumerate(layout.segments(reader)):
+                if (reader, i, owner, j) in seen:
+                    run = seen[reader, i, owner, j]
+                    first, end = min(first, query_row + run[0]), max(end, query_row + run[1])
+                    keys_first, keys_end = min(keys_first, run[2]), max(keys_end, run[3])
+                query_row += count
+            if keys_first < keys_end:
+                rows = slice(key_row + keys_first, key_row + keys_end)
+                found.append((cut([segment], keys_first, keys_end)[0], owner, rows))
+            key_row += segment[2]
+    if not found:
+        return Step(slice(0, 0), [], [], [])
+    if len(owners) > 1:
+        found.sort(key=lambda item: item[0])  # by position: then kernels see as few runs of keys as there are
+    pieces: list[Piece] = []
+    at = 0
+    for _, owner, rows in found:
+        if pieces and pieces[-1].rank == owner and pieces[-1].rows.stop == rows.start:
+            before = pieces.pop()  # one message, not two
+            pieces.append(Piece(owner, slice(before.rows.start, rows.stop), before.at))
+        else:
+            pieces.append(Piece(owner, rows, at))
+        at += rows.stop - rows.start
+    return Step(slice(first, end), cut(layout.segments(reader), first, end), pieces, [item[0] for item in found])
+
+
+def _visible_rows(layout: Layout, mask: Mask) -> dict[tuple[int, int, int, int], Run]:
+    """(reader, its segment, owner, its segment) → who sees whom; pairs that see nothing are left out."""
+    names = [(rank, i) for rank in range(layout.ranks) for i in range(len(layout.segments(rank)))]
+    segments = [segment for rank in range(layout.ranks) for segment in layout.segments(rank)]
+    if not segments:
+        return {}
+    start, step, count = torch.tensor(segments).unbind(1)
+    q_start, q_step, q_count = (x[:, None].expand(-1, len(names)) for x in (start, step, count))
+    k_start, k_step, k_count = (x[None, :].expand(len(names), -1) for x in (start, step, count))
+    k_last = k_start + (k_count - 1) * k_step
+
+    def bounds(row: Tensor) -> tuple[Tensor, Tensor]:
+        """lo and hi of these rows of the queries, the widest of a batch."""
+        lo, hi = mask.interval((q_start + row * q_step).flatten(), layout.length)
+        if lo.ndim == 2:
+            lo, hi = lo.amin(0), hi.amax(0)
+        return lo.view_as(row), hi.view_as(row)
+
+    first = _first_row(q_count, lambda row: bounds(row)[1] >= k_start)
+    end = _first_row(q_count, lambda row: bounds(row)[0] > k_last)
+    lowest, _ = bounds(first.minimum(q_count - 1))
+    _, highest = bounds((end - 1).clamp(min=0))
+    key_first = (-((k_start - lowest) // k_step)).clamp(min=0)  # rounded up
+    key_end = (highest.minimum(k_last) - k_start) // k_step + 1
+    runs = torch.stack([first, end, key_first, key_end], -1).tolist()
+    return {
+        (*reader, *owner): tuple(runs[a][b])
+        for a, reader in enumerate(names)
+        for b, owner in enumerate(names)
+        if reader[0] != owner[0] and runs[a][b][0] < runs[a][b][1] and runs[a][b][2] < runs[a][b][3]
+    }
+
+
+def _first_row(count: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first row for which the test holds, as it then does for all later ones; `count` if there is none."""
+    low, high = torch.zeros_like(count), count.clone()
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        holds = test(middle.minimum(count - 1)) | (low >= high)
+        high = torch.where(holds & (low < high), middle, high)
+        low = torch.where(holds, low, middle + 1)
+    return low

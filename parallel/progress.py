@@ -1,0 +1,113 @@
+"""Where this rank is, so that an error or a watchdog can say it: training step, layer, op, hop.
+
+    progress.at(step=12, layer=3)        the trainer says what it knows; the ring says which op and which hop
+    progress.here()                      "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
+
+On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
+waits on the host: a thread watches the events behind the waits and prints the words when nothing has moved for that long.
+NCCL's own watchdog, or the symmetric memory's limit, then ends the process.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class _Here:
+    step: int | None = None
+    layer: int | None = None
+    op: str = "no op yet"
+    calls: int = 0
+    hop: str = ""
+
+
+_here = _Here()
+
+
+def at(step: int | None = None, layer: int | None = None) -> None:
+    """What the trainer publishes; None leaves a value as it is."""
+    _here.step = _here.step if step is None else step
+    _here.layer = _here.layer if layer is None else layer
+
+
+def enter(op: str) -> None:
+    _here.op, _here.hop = op, ""
+    _here.calls += 1
+
+
+def hop(index: int, num: int) -> None:
+    _here.hop = f"hop {index} of {num}"
+
+
+def training_step() -> int | None:
+    return _here.step
+
+
+def here() -> str:
+    words = [f"training step {_here.step}" if _here.step is not None else "", f"layer {_here.layer}"]
+    words = [words[0], words[1] if _here.layer is not None else "", f"{_here.op} (call {_here.calls})", _here.hop]
+    return ", ".join(word for word in words if word)
+
+
+class Stalled(RuntimeError):
+    """A peer died or did not answer within the time limit."""
+
+
+def waited(what: str, seconds: float) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} waited for {what} in {here()}; the time limit is {seconds:g} s"
+
+
+def wait(call: Callable[[], object], what: str, seconds: float) -> None:
+    """The call, whose errors say who waited for whom, and where."""
+    try:
+        call()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()
+        raise Stalled(f"{waited(what, seconds)}: {reason[0] if reason else 'no answer'}") from error
+
+
+class _Watch:
+    """Looks once a second whether the oldest event has passed."""
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[torch.cuda.Event, str, float, float]] = deque()
+        self.thread: threading.Thread | None = None
+
+    def expect(self, text: str, seconds: float) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self.events.append((event, text, seconds, time.monotonic()))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._look, name="ringspan-progress", daemon=True)
+            self.thread.start()
+
+    def _look(self) -> None:
+        moved = time.monotonic()
+        while True:
+            time.sleep(1)
+            with suppress(RuntimeError):  # a CUDA error is for the main thread to raise
+                while self.events and self.events[0][0].query():
+                    self.events.popleft()
+                    moved = time.monotonic()
+            if self.events:
+                _, text, seconds, since = self.events[0]
+                if time.monotonic() - max(moved, since) > 0.9 * seconds:  # before others end the process
+                    print(f"ringspan: {text}", file=sys.stderr, flush=True)
+                    self.events.clear()
+
+
+_watch = _Watch()
+
+
+def expect(what: str, seconds: float) -> None:
+    """On a GPU: says so if the current stream does not get past this point in time."""
+    _watch.expect(waited(what, seconds), seconds)

@@ -1,0 +1,133 @@
+"""The ring: every rank keeps its queries and carries one softmax over the blocks of all ranks.
+
+    forward     for each block:   (out, lse) ← block_forward(q, block, carry = (out, lse))
+    backward    for each block:   dq += …,   dk and dv of the block → to their owner
+
+Nothing is merged afterwards: out, lse, dq, dk and dv stay in fp32 until the last block, so the result is the one a single
+device computes, on any number of ranks. While a block is used the next one travels, and the gradients of the one before go
+home (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where its rows stand.
+
+In the backward half of the own block stands at the end, and the other half at the beginning: the first K/V come while one
+half is computed, the last gradients go home behind the other, so that no kernel waits for either.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import Mask, block_backward, block_forward, output_delta
+from kernels.reference import Carry, accumulation_dtype
+
+from .layout import cut
+from .plan import Step
+from .transport import Homeward, Mover, travel, unpack
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    mover: Mover,
+    start: Carry | None,  # a sink, or nothing
+    head_start: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """out in q's dtype and lse of this rank's queries over everybody's keys."""
+    steps = mover.plan.steps
+    final = max(index for index, step in enumerate(steps) if step.pieces or index == 0)
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    acc = out if final == 0 else torch.empty_like(out, dtype=accumulation_dtype(q.dtype))
+    lse = acc.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    for index, step, k_block, v_block in travel(mover, k, v):
+        if index and not step.pieces:
+            continue  # others need this step
+        rows, last = step.queries, index == final
+        so_far = (acc[:, rows], lse[:, :, rows]) if index else start
+        into = (out if last else acc)[:, rows], lse[:, :, rows]
+        at = step.q_at, step.k_at
+        block_forward(q[:, rows], k_block, v_block, mask, *at, so_far, last, head_start, into=into, **options)
+    if acc is not out:  # the last block wrote its rows in the final dtype; these saw their last key before
+        done = steps[final].queries
+        for rest in (slice(0, done.start), slice(done.stop, None)):
+            out[:, rest] = acc[:, rest]
+    return out, lse
+
+
+def ring_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    mover: Mover,
+    head_start: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk and dv of this rank's shard, and delta."""
+    delta = output_delta(dout, out, dlse, backend=options["backend"])
+    group = q.shape[2] // k.shape[2]
+
+    def block(
+        step: Step, k_block: Tensor, v_block: Tensor, dk: Tensor, dv: Tensor, heads: slice, keys: slice, add: bool = True
+    ) -> None:
+        """One kernel: all queries of the step, some KV heads, some of its keys."""
+        rows, query_heads = step.queries, slice(heads.start * group, heads.stop * group)
+        block_backward(
+            dout[:, rows, query_heads],
+            q[:, rows, query_heads],
+            k_block[:, keys, heads],
+            v_block[:, keys, heads],
+            lse[:, query_heads, rows],
+            delta[:, query_heads, rows],
+            mask,
+            step.q_at,
+            cut(step.k_at, keys.start, keys.stop),
+            dq[:, rows, query_heads],
+            dk,
+            dv,
+            head_start + query_heads.start,
+            accumulate=add,
+            **options,
+        )
+
+    all_heads = slice(0, k.shape[2])
+    if len(mover.plan.steps) == 1:  # nobody needs anything of anybody: a single device's backward
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        block(mover.plan.steps[0], k, v, dk, dv, all_heads, slice(0, k.shape[1]), add=False)
+        return dq, dk, dv, delta
+
+    acc = accumulation_dtype(q.dtype)
+    dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
+    mine = k.new_zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=acc)
+    home = Homeward(mover, mine)
+    own, width = mover.plan.steps[0], k.shape[3]
+    first, second = halves(k.shape[2], own.num_keys)
+
+    def own_block(heads: slice, keys: slice) -> None:
+        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys)
+
+    for index, step, k_block, v_block in travel(mover, k, v):
+        if index == 0:
+            own_block(*first)
+            continue
+        for heads in home.head_parts():
+            part = home.part(index, heads)
+            if step.pieces:
+                block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys))
+            home.send(index, heads, part)
+    own_block(*second)
+    home.collect()
+    dk, dv = unpack(mine, width)
+    return dq.to(q.dtype), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), delta
+
+
+def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:
+    """(KV heads, keys) of the two halves of a block: half of the heads each, or half of the keys if there is one head."""
+    if heads > 1:
+        return [(slice(0, heads // 2), slice(0, keys)), (slice(heads // 2, heads), slice(0, keys))]
+    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, keys))]

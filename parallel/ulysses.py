@@ -1,0 +1,78 @@
+"""Ulysses: an all-to-all that trades positions for heads, attention over whole sequences of some heads, and one back.
+
+    (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of all tokens of the group, for this rank's heads
+
+A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
+heads that do not divide by U are repeated, but only as far as needed: to lcm(Hkv, U), so that each rank gets those its
+query heads use. The exchange is one custom op, whose backward is the exchange the other way.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import progress
+from .groups import by_name, timeout_of
+
+
+def to_heads(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's tokens with all heads → all of the group's tokens with this rank's heads."""
+    return exchange_op(x, size, group, True)
+
+
+def to_tokens(x: Tensor, size: int, group: str) -> Tensor:
+    """The way back."""
+    return exchange_op(x, size, group, False)
+
+
+def repeat_heads(x: Tensor, size: int) -> Tensor:
+    heads = x.shape[2]
+    times = math.lcm(heads, size) // heads
+    return x if times == 1 else x.repeat_interleave(times, 2)
+
+
+def check_heads(heads: int, size: int) -> None:
+    if heads % size:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(f"ulysses={size} does not divide q's {heads} heads: one of {fits} does, and the ring takes the rest")
+
+
+@torch.library.custom_op("ringspan::exchange_heads", mutates_args=())
+def exchange_op(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
+    progress.enter("ulysses exchange")
+    _, rows, heads, _ = x.shape
+    if gather:  # the rank to send to comes first
+        sent = x.unflatten(2, (size, heads // size)).permute(2, 0, 1, 3, 4).contiguous()
+    else:
+        sent = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    everyone = by_name(group)
+    seconds = timeout_of(everyone, x.device).total_seconds()
+    progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), "all ranks of its group", seconds)
+    if x.is_cuda:
+        progress.expect("all ranks of its group", seconds)
+    if gather:  # (U, B, n, h, D) → (B, U · n, h, D)
+        return received.transpose(0, 1).flatten(1, 2).contiguous()
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()  # (U, B, n, h, D) → (B, n, U · h, D)
+
+
+@exchange_op.register_fake
+def _(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
+    batch, rows, heads, width = x.shape
+    if gather:
+        return x.new_empty((batch, rows * size, heads // size, width))
+    return x.new_empty((batch, rows // size, heads * size, width))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.rest, ctx.gather = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None
+
+
+exchange_op.register_autograd(_differentiate, setup_context=_save)
