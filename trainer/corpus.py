@@ -112,7 +112,11 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
     files = stdlib_files() if source.kind == "stdlib" else text_files(source.paths)
     key = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
-    folder = _cached(cache, ["text", tokenizer.fingerprint, source.text_key, key], lambda new: _tokenize(files, source, tokenizer, dtype, new))
+    folder = _cached(
+        cache,
+        ["text", tokenizer.fingerprint, source.text_key, key],
+        lambda new: _tokenize(files, source, tokenizer, dtype, new),
+    )
     return Stream([np.memmap(folder / "tokens.bin", dtype, "r")], np.load(folder / "ends.npy", mmap_mode="r"))
 
 

@@ -96,9 +96,7 @@ class Synthetic:
 class Dataset:
     """`part` is "train" or "held_out": text that the other never sees, synthetic samples that the other never draws."""
 
-    def __init__(
-        self, options: config.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0
-    ) -> None:
+    def __init__(self, options: config.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
         """`vocabulary` is the model's, which shards of tokens may use up; by default the tokenizer's."""
         assert part in ("train", "held_out")
         if not options.sources:
@@ -107,9 +105,7 @@ class Dataset:
         self.sources = [self._open(name, options, tokenizer, part, vocabulary or tokenizer.size) for name in self.names]
         self.shares = shares({name: source.weight for name, source in options.sources.items()})
 
-    def _open(
-        self, name: str, options: config.Data, tokenizer: Tokenizer, part: str, vocabulary: int
-    ) -> Corpus | Synthetic:
+    def _open(self, name: str, options: config.Data, tokenizer: Tokenizer, part: str, vocabulary: int) -> Corpus | Synthetic:
         source = options.sources[name]
         seed = hashed(self.seed if part == "train" else 0, part, name)  # every run holds out the same
         try:

@@ -172,9 +172,7 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, mask: Mask, attention: Attention, seeds: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, mask: Mask, attention: Attention, seeds: Tensor | None) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))  # (B, S, H, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -55,7 +55,9 @@ class Recall:
         if used > room:
             raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
         if length < 4 * keys:
-            raise ValueError(f"keys={keys}: half a sequence of {length} tokens is too short for them; at most {length // 4} fit")
+            raise ValueError(
+                f"keys={keys}: half a sequence of {length} tokens is too short for them; at most {length // 4} fit"
+            )
         self.length, self.num_keys, self.num_values, self.num_asked = length, keys, values, int(questions * length)
         self.first_question = room - keys * values - keys
         self.first_fact = room - keys * values

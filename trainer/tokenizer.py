@@ -58,7 +58,9 @@ class HuggingFace:
         names = [end] if end else list(ENDS)
         found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not found:
-            raise ValueError(f"tokenizer.end={end!r}: {path} has no token {' or '.join(names)}; name the one that ends a document")
+            raise ValueError(
+                f"tokenizer.end={end!r}: {path} has no token {' or '.join(names)}; name the one that ends a document"
+            )
         self.end = found[0]
         # Ids may have holes, so the number of tokens is no bound.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -85,7 +87,9 @@ class Tiktoken:
             ) from None
         pattern, self.end = TIKTOKEN.get(len(ranks), (CL100K_PATTERN, len(ranks)))
         name = end or "<|endoftext|>"
-        self._encoding: Any = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={name: self.end})
+        self._encoding: Any = tiktoken.Encoding(
+            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={name: self.end}
+        )
         self.size = self.end + 1
         self._known = set(ranks.values())
         self.fingerprint = _fingerprint(path, "tiktoken", end)
@@ -103,7 +107,9 @@ def load(options: config.Tokenizer) -> Tokenizer:
     if options.kind == "bytes":
         for name in ("path", "end"):
             if getattr(options, name):
-                raise ValueError(f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?")
+                raise ValueError(
+                    f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?"
+                )
         return Bytes()
     path = Path(options.path).expanduser()
     if options.path and path.is_dir():
@@ -116,7 +122,9 @@ def load(options: config.Tokenizer) -> Tokenizer:
 def vocabulary(given: int, tokenizer: Tokenizer) -> int:
     """Rows of the embedding: as given, or the tokenizer's size rounded up to a multiple of 64, in which products are fast."""
     if 0 < given < tokenizer.size:
-        raise ValueError(f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s")
+        raise ValueError(
+            f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
+        )
     return given or -(-tokenizer.size // 64) * 64
 
 
