@@ -110,7 +110,9 @@ class Dataset:
         seed = hashed(self.seed if part == "train" else 0, part, name)  # every run holds out the same
         try:
             if source.kind == "recall":
-                return Synthetic(Recall(tokenizer, self.length, source.keys, source.values, source.questions), seed)
+                return Synthetic(
+                    Recall(tokenizer, self.length, source.keys, source.values, source.facts, source.questions), seed
+                )
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
             stream = open_source(source, tokenizer, vocabulary, options.cache)

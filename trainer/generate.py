@@ -93,7 +93,7 @@ def check(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float
         raise ValueError("prompt is empty: a token is predicted from those before it, so give at least one")
     if num_tokens < 0 or not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"tokens={num_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: top_p must be above 0 and at most 1, "
+            f"tokens={num_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: top_p must be in (0, 1], "
             "the others at least 0"
         )
     room = model.config.max_positions

@@ -44,38 +44,45 @@ class Answers(NamedTuple):
 class Recall:
     """A fact and a question are one token each, so that one layer of attention can learn to look back within a minute on a CPU.
 
-    The ids are the tokenizer's highest below its end token: `values` facts for each key, a question for each key, and noise.
+    Facts stand in the first quarter, questions anywhere behind them. The ids are the tokenizer's highest below its end token:
+    `values` facts for each key, a question for each key, and noise.
     """
 
     NOISE = 32
 
-    def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, questions: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, facts: float, questions: float) -> None:
         room = min(tokenizer.end, tokenizer.size)
         used = keys * values + keys + self.NOISE
         if used > room:
             raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
-        if length < 4 * keys:
+        self.num_facts, self.num_asked = max(keys, int(facts * length)), int(questions * length)
+        if self.num_facts > length // 4 or self.num_facts + self.num_asked > length:
             raise ValueError(
-                f"keys={keys}: half a sequence of {length} tokens is too short for them; at most {length // 4} fit"
+                f"keys={keys}, facts={facts}, questions={questions}: {self.num_facts} facts have to fit into a quarter of a "
+                f"sequence of {length} tokens, and {self.num_asked} questions beside them; ask for fewer"
             )
-        self.length, self.num_keys, self.num_values, self.num_asked = length, keys, values, int(questions * length)
+        self.length, self.num_keys, self.num_values = length, keys, values
         self.first_question = room - keys * values - keys
         self.first_fact = room - keys * values
 
     def sequence(self, rng: np.random.Generator) -> Sequence:
         tokens = self.first_question - 1 - rng.integers(0, self.NOISE, self.length)
         labels = np.full(self.length, NO_LABEL)
-        where = np.sort(rng.choice(self.length // 2, self.num_keys, replace=False))  # facts are in the first half
-        keys = rng.permutation(self.num_keys)
-        facts = self.first_fact + keys * self.num_values + rng.integers(0, self.num_values, self.num_keys)
-        asked = rng.choice(self.length, self.num_asked, replace=False)
-        known = np.searchsorted(where, asked)  # how many facts stand before
-        asked, known = (x[(known > 0) & ~np.isin(asked, where)] for x in (asked, known))
-        which = rng.integers(0, known)
-        tokens[where], tokens[asked] = facts, self.first_question + keys[which]
-        labels[asked] = facts[which]
-        size = np.full(len(asked), self.length)
-        answers = Answers(asked[:, None], where[which], size, where[which] / self.length)
+        facts = self.first_fact + np.arange(self.num_keys) * self.num_values + rng.integers(0, self.num_values, self.num_keys)
+        told = rng.choice(self.length // 4, self.num_facts, replace=False)
+        about = rng.permutation(np.arange(self.num_facts) % self.num_keys)  # a key may be told of more than once
+        tokens[told] = facts[about]
+        places = [np.sort(told[about == key]) for key in range(self.num_keys)]
+        first = np.array([place[0] for place in places])
+        asked = np.setdiff1d(rng.choice(self.length, self.num_asked, replace=False), told)
+        asked = asked[asked > first.min()]
+        key = np.argsort(first)[rng.integers(0, np.searchsorted(np.sort(first), asked))]  # one of those told of before
+        tokens[asked], labels[asked] = self.first_question + key, facts[key]
+        last = np.empty_like(asked)  # where it was told of last
+        for index, place in enumerate(places):
+            here = asked[key == index]
+            last[key == index] = place[np.searchsorted(place, here) - 1]
+        answers = Answers(asked[:, None], last, np.full(len(asked), self.length), last / self.length)
         return Sequence(tokens, labels, np.array([self.length]), answers)
 
 
