@@ -96,9 +96,10 @@ class Source:
     dtype: str = option("uint16", "tokens: the type of the shards' numbers", choices=("uint16", "uint32"))
     end_token: int = option(-1, "tokens: the id that ends a document; -1: the shards have none")
     header: int = option(0, "tokens: bytes to skip at the head of each shard (llm.c's have 1024)", least=0)
-    pairs: int = option(16, "recall: pairs of key and value in a sequence", least=1)
-    queries: int = option(4, "recall: how often each pair is asked for", least=1)
-    values: int = option(16, "recall: different values, so chance is one in so many", least=2)
+    keys: int = option(8, "recall: keys in a sequence, about each of which there is a fact", least=1)
+    values: int = option(8, "recall: values that a key can have, so chance is one in so many", least=2)
+    facts: float = option(0.06, "recall: share of the tokens that tell a fact, in the first quarter; 0: each once", least=0)
+    questions: float = option(0.25, "recall: share of the tokens that ask for a fact", above=0)
     digits: int = option(5, "passkey: digits of the number to be found again", least=1)
 
 

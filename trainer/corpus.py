@@ -104,9 +104,9 @@ def stdlib_files() -> list[Path]:
     return [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts)]
 
 
-def open_source(source: Source, tokenizer: Tokenizer, cache: str) -> Stream:
+def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: str) -> Stream:
     if source.kind == "tokens":
-        return _token_shards(source, tokenizer, cache)
+        return _token_shards(source, vocabulary, cache)
     if source.kind == "text" and not source.paths:
         raise ValueError("paths is empty: a source of kind text needs files, folders or glob patterns")
     files = stdlib_files() if source.kind == "stdlib" else text_files(source.paths)
@@ -183,7 +183,7 @@ def _batches(places: Iterator[tuple[Path, int, int]]) -> Iterator[list[tuple[Pat
         yield batch
 
 
-def _token_shards(source: Source, tokenizer: Tokenizer, cache: str) -> Stream:
+def _token_shards(source: Source, vocabulary: int, cache: str) -> Stream:
     if not source.paths:
         raise ValueError("paths is empty: a source of kind tokens needs shards, such as 'data/*.bin'")
     files, dtype = text_files(source.paths), np.dtype(source.dtype)
@@ -203,15 +203,15 @@ def _token_shards(source: Source, tokenizer: Tokenizer, cache: str) -> Stream:
                 most = max(most, int(piece.max()))
                 if source.end_token >= 0:
                     found.append(np.flatnonzero(piece == source.end_token) + begin + at)
-        if most >= tokenizer.size:
+        if most >= vocabulary:
             raise ValueError(
-                f"the shards hold the id {most}, but the tokenizer has {tokenizer.size} tokens: "
-                "give the tokenizer that made them (and the right dtype and header)"
+                f"the shards hold the id {most}, but the vocabulary has {vocabulary}: give model.vocabulary or the tokenizer "
+                "that made them, and the right dtype and header"
             )
         np.save(folder / "ends.npy", np.concatenate(found))
 
     key = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    folder = _cached(cache, ["tokens", source.dtype, source.header, source.end_token, tokenizer.size, key], index)
+    folder = _cached(cache, ["tokens", source.dtype, source.header, source.end_token, vocabulary, key], index)
     return Stream(shards, np.load(folder / "ends.npy", mmap_mode="r"))
 
 

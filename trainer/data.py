@@ -44,6 +44,11 @@ class Batch(NamedTuple):
         return Batch(*moved, self.documents, _send(self.seeds, torch.device(device)), self.sources, self.samples)
 
     @property
+    def lengths(self) -> list[int]:
+        """Of all documents, or their parts, in these windows."""
+        return [n for row in self.documents for n in torch.unique_consecutive(row, return_counts=True)[1].tolist()]
+
+    @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the model's forward takes, in that order."""
         return self.tokens, self.labels, self.positions, self.documents, self.seeds
@@ -91,23 +96,26 @@ class Synthetic:
 class Dataset:
     """`part` is "train" or "held_out": text that the other never sees, synthetic samples that the other never draws."""
 
-    def __init__(self, options: config.Data, tokenizer: Tokenizer, seed: int, part: str = "train") -> None:
+    def __init__(self, options: config.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
+        """`vocabulary` is the model's, which shards of tokens may use up; by default the tokenizer's."""
         assert part in ("train", "held_out")
         if not options.sources:
             raise ValueError("data.sources is empty: choose a mixture, such as data=toy, or name a source")
         self.length, self.seed, self.names = options.length, seed, list(options.sources)
-        self.sources = [self._open(name, options, tokenizer, part) for name in self.names]
+        self.sources = [self._open(name, options, tokenizer, part, vocabulary or tokenizer.size) for name in self.names]
         self.shares = shares({name: source.weight for name, source in options.sources.items()})
 
-    def _open(self, name: str, options: config.Data, tokenizer: Tokenizer, part: str) -> Corpus | Synthetic:
+    def _open(self, name: str, options: config.Data, tokenizer: Tokenizer, part: str, vocabulary: int) -> Corpus | Synthetic:
         source = options.sources[name]
         seed = hashed(self.seed if part == "train" else 0, part, name)  # every run holds out the same
         try:
             if source.kind == "recall":
-                return Synthetic(Recall(tokenizer, self.length, source.pairs, source.queries, source.values), seed)
+                return Synthetic(
+                    Recall(tokenizer, self.length, source.keys, source.values, source.facts, source.questions), seed
+                )
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
-            stream = open_source(source, tokenizer, options.cache)
+            stream = open_source(source, tokenizer, vocabulary, options.cache)
             return Corpus(stream.part(part == "held_out", options.held_out), self.length, seed)
         except ValueError as error:
             raise ValueError(f"data.sources.{name}: {error}") from None

@@ -27,6 +27,7 @@ import kernels
 from kernels import Mask, linear_cross_entropy
 
 from .config import Model, Rope
+from .cost import head_dim, window
 
 Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as kernels.attention
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (B or 1, S, 1, head_dim / 2)
@@ -100,19 +101,15 @@ class GPT(nn.Module):
         elif seeds is None:
             raise ValueError(f"seeds=None, but model.dropout={self.config.dropout}: give an int64 tensor, one a sequence")
         for index, layer in enumerate(self.layers):
-            mask = masks[self.window(index)]
+            mask = masks[window(self.config, index)]
             layer_seeds = None if seeds is None else seeds + (index << 40)  # every layer drops others
             hidden = self.run_layer(layer, hidden, rotation, mask, attention or self.attention, layer_seeds)
         return self.norm(hidden)
 
-    def window(self, layer: int) -> int:
-        """How many tokens this layer looks back, itself included; 0: all."""
-        return window_of(self.config, layer)
-
     def masks(self, documents: Tensor | None, device: torch.device) -> dict[int, Mask]:
         """The mask of each kind of layer. Its numbers are sent here, so that no layer has to wait, or recompile, for them."""
-        kinds = sorted({self.window(layer) for layer in range(self.config.layers)})
-        masks = {window: Mask(causal=True, window=window or None, documents=documents) for window in kinds}
+        kinds = {window(self.config, layer) for layer in range(self.config.layers)}
+        masks = {kind: Mask(causal=True, window=kind or None, documents=documents) for kind in kinds}
         for mask in masks.values():
             mask.bounds(device)
         return masks
@@ -291,14 +288,6 @@ def new_norm(config: Model, dim: int) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(dim, config.norm_eps, bias=config.bias)
     return nn.RMSNorm(dim, config.norm_eps)
-
-
-def head_dim(config: Model) -> int:
-    return config.head_dim or config.dim // config.heads
-
-
-def window_of(config: Model, layer: int) -> int:
-    return config.windows[layer % len(config.windows)] if config.windows else 0
 
 
 def check(config: Model, rope: Rope) -> None:

@@ -1,7 +1,8 @@
 """Tasks whose answers stand far away, of any length: whoever gets them right has used the whole context.
 
-`recall`: pairs (key, value) lie scattered in noise; later a key comes again and asks for its value. Keys, values and noise are
-ids of their own, drawn afresh for each sequence, so nothing can be learned by heart. Chance is one in `values`.
+`recall`: facts, each a key with one of `values` values, lie scattered in noise; later a question names a key, and its fact is
+the answer. Which value a key has is drawn afresh for each sequence, so nothing can be learned by heart: chance is one in
+`values` for whoever cannot see the fact.
 
 `passkey`: a number is told somewhere in a long dull text and asked for at its end, through the run's own tokenizer. A
 sequence is packed with texts of several lengths, and the number lies at any depth.
@@ -41,41 +42,48 @@ class Answers(NamedTuple):
 
 
 class Recall:
-    """The ids used are the tokenizer's highest below its end token: half of them (at most 1024 each) keys and noise."""
+    """A fact and a question are one token each, so that one layer of attention can learn to look back within a minute on a CPU.
 
-    def __init__(self, tokenizer: Tokenizer, length: int, pairs: int, queries: int, values: int) -> None:
+    Facts stand in the first quarter, questions anywhere behind them. The ids are the tokenizer's highest below its end token:
+    `values` facts for each key, a question for each key, and noise.
+    """
+
+    NOISE = 32
+
+    def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, facts: float, questions: float) -> None:
         room = min(tokenizer.end, tokenizer.size)
-        num = min((room - values) // 2, 1024)
-        if num < pairs:
+        used = keys * values + keys + self.NOISE
+        if used > room:
+            raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
+        self.num_facts, self.num_asked = max(keys, int(facts * length)), int(questions * length)
+        if self.num_facts > length // 4 or self.num_facts + self.num_asked > length:
             raise ValueError(
-                f"pairs={pairs}, values={values}: a tokenizer of {tokenizer.size} tokens has room for {max(num, 0)} keys; "
-                "ask for fewer"
+                f"keys={keys}, facts={facts}, questions={questions}: {self.num_facts} facts have to fit into a quarter of a "
+                f"sequence of {length} tokens, and {self.num_asked} questions beside them; ask for fewer"
             )
-        slots = (length - 1) // 2
-        if pairs * (1 + queries) > slots:
-            raise ValueError(
-                f"pairs={pairs}, queries={queries}: they take {2 * pairs * (1 + queries)} tokens of a sequence of {length}; "
-                "ask for fewer, or for a larger data.length"
-            )
-        self.length, self.pairs, self.queries = length, pairs, queries
-        self.values = np.arange(room - values, room)
-        self.keys = np.arange(room - values - num, room - values)
-        self.noise = np.arange(room - values - 2 * num, room - values - num)
+        self.length, self.num_keys, self.num_values = length, keys, values
+        self.first_question = room - keys * values - keys
+        self.first_fact = room - keys * values
 
     def sequence(self, rng: np.random.Generator) -> Sequence:
-        tokens = rng.choice(self.noise, self.length)
+        tokens = self.first_question - 1 - rng.integers(0, self.NOISE, self.length)
         labels = np.full(self.length, NO_LABEL)
-        keys, values = rng.choice(self.keys, self.pairs, replace=False), rng.choice(self.values, self.pairs)
-        # Slots of two tokens: of those drawn for one pair the first is the fact and the others ask.
-        slots = rng.choice((self.length - 1) // 2, self.pairs * (1 + self.queries), replace=False)
-        slots = np.sort(slots.reshape(self.pairs, -1), axis=1) * 2
-        tokens[slots], tokens[slots + 1] = keys[:, None], values[:, None]
-        asked = slots[:, 1:]
-        labels[asked] = values[:, None]
-        at = asked.reshape(-1, 1)
-        fact = np.repeat(slots[:, 0] + 1, self.queries)
-        size = np.full(len(at), self.length)
-        return Sequence(tokens, labels, np.array([self.length]), Answers(at, fact, size, fact / self.length))
+        facts = self.first_fact + np.arange(self.num_keys) * self.num_values + rng.integers(0, self.num_values, self.num_keys)
+        told = rng.choice(self.length // 4, self.num_facts, replace=False)
+        about = rng.permutation(np.arange(self.num_facts) % self.num_keys)  # a key may be told of more than once
+        tokens[told] = facts[about]
+        places = [np.sort(told[about == key]) for key in range(self.num_keys)]
+        first = np.array([place[0] for place in places])
+        asked = np.setdiff1d(rng.choice(self.length, self.num_asked, replace=False), told)
+        asked = asked[asked > first.min()]
+        key = np.argsort(first)[rng.integers(0, np.searchsorted(np.sort(first), asked))]  # one of those told of before
+        tokens[asked], labels[asked] = self.first_question + key, facts[key]
+        last = np.empty_like(asked)  # where it was told of last
+        for index, place in enumerate(places):
+            here = asked[key == index]
+            last[key == index] = place[np.searchsorted(place, here) - 1]
+        answers = Answers(asked[:, None], last, np.full(len(asked), self.length), last / self.length)
+        return Sequence(tokens, labels, np.array([self.length]), answers)
 
 
 class Passkey:

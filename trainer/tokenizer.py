@@ -119,6 +119,15 @@ def load(options: config.Tokenizer) -> Tokenizer:
     return {"hf": HuggingFace, "tiktoken": Tiktoken}[options.kind](path, options.end)
 
 
+def vocabulary(given: int, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: as given, or the tokenizer's size rounded up to a multiple of 64, in which products are fast."""
+    if 0 < given < tokenizer.size:
+        raise ValueError(
+            f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
+        )
+    return given or -(-tokenizer.size // 64) * 64
+
+
 def _library(name: str, kind: str) -> Any:
     try:
         return __import__(name)
