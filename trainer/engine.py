@@ -3,7 +3,7 @@
     loss_sum, num_valid = engine(batch)           a micro-batch's forward
     engine.backward(loss_sum, num_labels)         its gradient, divided by the labels of all ranks and micro-batches
     norm, applied = engine.step(fraction)         clip, and step unless a gradient is not finite
-    engine.weights(), engine.load(…)              every weight with its moments by name, whole, for checkpoints
+    engine.read(name), engine.load_moments(…)     a weight with its moments, whole, for checkpoints; and back again
 
 What was found out, and is used here:
 - DeepSpeed is told nothing of rings: every rank is a data-parallel one to it. Its gradients are means over the ranks, so
@@ -24,6 +24,7 @@ import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from . import optim
 from .config import Config
 
-Initial = Callable[[str, tuple[int, ...], torch.device], Tensor]  # a weight's values by its name
+Values = Callable[[str, str, int, int], Tensor]  # (a weight's name, "weight" or a moment, start, stop) → that part, flat
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 
 
@@ -53,7 +54,7 @@ def prepare(device: torch.device) -> None:
 
 class Engine:
     def __init__(
-        self, config: Config, build: Callable[[], nn.Module], initial: Initial, device: torch.device, accumulation: int
+        self, config: Config, build: Callable[[], nn.Module], values: Values, device: torch.device, accumulation: int
     ) -> None:
         prepare(device)
         import deepspeed
@@ -72,14 +73,14 @@ class Engine:
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         with torch.no_grad():
             for name, weight in named:
-                self._fill(weight, initial(name, _shape(weight), device))
+                self._fill(weight, partial(values, name, "weight"))
         optimizer = optim.build(named, config)
         self.ds, self.optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.module, self.named = module, named
         set_timeouts(config.parallel.timeout)
         if bf16 and self.zero:  # the masters were made from rounded weights
             for name, weight in named:
-                self._set(weight, initial(name, _shape(weight), device), None)
+                self._set(weight, None, partial(values, name, "weight"))
         self._linked = False
         self.backwards = 0  # since the last step
         self.applied = 0  # steps that moved the weights: what AdamW's bias correction counts
@@ -144,15 +145,16 @@ class Engine:
                 found[key] = safe_get_full_optimizer_state(weight, key)
         return {key: value.reshape(_shape(weight)) for key, value in found.items()}
 
-    def load_moments(self, moments: Callable[[str, str], Tensor], applied: int) -> None:
-        """Puts the optimizer where it was after so many steps; the weights came through `initial`."""
+    def load_moments(self, values: Values, applied: int) -> None:
+        """Puts the optimizer where it was after so many steps. Each rank asks only for the parts that it owns."""
         self.applied = applied
         if not applied:
             return
         base = self.optimizer if self.zero == 0 else self.optimizer.optimizer
         if self.zero == 0:
             for name, weight in self.named:
-                base.state[weight] = {key: moments(name, key).to(weight) for key in self.moments(name)} | self._count(weight)
+                whole = {key: values(name, key, 0, weight.numel()).to(weight) for key in self.moments(name)}
+                base.state[weight] = {key: x.view_as(weight).clone() for key, x in whole.items()} | self._count(weight)
             return
         flats = getattr(self.optimizer, "fp32_partitioned_groups_flat", None)
         pieces = flats or [piece for group in base.param_groups for piece in group["params"]]
@@ -169,9 +171,9 @@ class Engine:
                 if key == "momentum_buffer" and self._whole_momentum:
                     slot, _ = self._momentum(weight)
                     if slot is not None:
-                        slot.copy_(moments(name, key).flatten())
+                        slot.copy_(values(name, key, 0, weight.numel()))
                 else:
-                    self._set(weight, moments(name, key), key)
+                    self._set(weight, key, partial(values, name, key))
 
     def close(self) -> None:
         self.ds.destroy()
@@ -211,28 +213,23 @@ class Engine:
             self.optimizer._lazy_init_hp_params_optimizer_state()
             self._linked = True
 
-    def _fill(self, weight: nn.Parameter, value: Tensor) -> None:
+    def _fill(self, weight: nn.Parameter, part: Callable[[int, int], Tensor]) -> None:
         """Before DeepSpeed has the weight: whole, or this rank's piece of it."""
         if hasattr(weight, "ds_tensor"):
-            weight.ds_tensor.copy_(_piece(value, weight.ds_tensor.numel()))
+            weight.ds_tensor.copy_(_piece(weight, part))
         else:
-            weight.copy_(value)
+            weight.copy_(part(0, weight.numel()).view_as(weight))
 
-    def _set(self, weight: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """The fp32 master (key None) or a moment."""
-        from deepspeed.utils import (
-            safe_set_full_fp32_param,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
+    def _set(self, weight: nn.Parameter, key: str | None, part: Callable[[int, int], Tensor]) -> None:
+        """This rank's piece of the fp32 master (key None) or of a moment."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        value = value.to(self.device, torch.float32)
-        if self.zero == 3:  # the call for whole values reads beyond the end of a weight that the ranks do not divide
-            value = _piece(value, weight.ds_tensor.numel())
-            safe_set_local_fp32_param(weight, value) if key is None else safe_set_local_optimizer_state(weight, value, key)
-        else:
-            safe_set_full_fp32_param(weight, value) if key is None else safe_set_full_optimizer_state(weight, value, key)
+        if self.zero == 3:
+            piece = _piece(weight, part).to(self.device)
+            safe_set_local_fp32_param(weight, piece) if key is None else safe_set_local_optimizer_state(weight, piece, key)
+        elif weight._hp_mapping is not None:
+            at = weight._hp_mapping.lp_fragment_address
+            weight._hp_mapping.get_hp_fragment(key).copy_(part(at.start, at.start + at.numel))
 
 
 def set_timeouts(seconds: float) -> None:
@@ -280,9 +277,9 @@ def _shape(weight: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
-def _piece(value: Tensor, size: int) -> Tensor:
-    """This rank's piece of a whole value; the last is filled up with zeros."""
-    flat = value.reshape(-1)
-    begin = dist.get_rank() * size
-    piece = flat[begin : begin + size]
-    return nn.functional.pad(piece, (0, size - piece.numel())) if piece.numel() < size else piece
+def _piece(weight: nn.Parameter, part: Callable[[int, int], Tensor]) -> Tensor:
+    """This rank's piece of a weight under ZeRO 3; the last is filled up with zeros."""
+    size, numel = weight.ds_tensor.numel(), weight.ds_numel
+    begin = min(dist.get_rank() * size, numel)
+    end = min(begin + size, numel)
+    return nn.functional.pad(part(begin, end).float(), (0, size - (end - begin)))

@@ -1,45 +1,47 @@
-"""Trains a small GPT on the bytes of text files, then lets it go on with a text it has never seen.
+"""Trains a GPT as its config says: conf/, an experiment, and what the command line changes.
 
-This is the core, in one process on one CPU or GPU; Hydra, DeepSpeed and the ring come round it later.
+python -m launch experiment=gpt2_124m optim.lr=3e-4             the ranks of this machine
+torchrun --nproc-per-node=4 -m trainer.train parallel.ring=4    ranks that you start yourself
 """
 
-from . import config, tokenizer
-from .arguments import parse
-from .data import Dataset
-from .generate import generate
-from .loop import choose_device, precision, train
-from .model import GPT
-from .optim import Cosine
+import os
+import sys
+import traceback
+
+from . import compose
+
+PROGRAM = "python -m trainer.train"
 
 
-def main(argv: list[str] | None = None) -> None:
-    given = parse("python -m trainer.train", __doc__, argv)
+def main(argv: list[str] | None = None) -> int:
+    composed = compose.main(PROGRAM, __doc__, argv)
+    return run(composed)  # torch is imported only now: a mistake has been told by then
+
+
+def run(composed: compose.Composed, attention: object = None) -> int:
+    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed."""
+    from .loop import TooManyBadSteps, train
+    from .run import Run
+
     try:
-        device, schedule = choose_device(given.device), Cosine(given.steps, given.lr)
-        letters = tokenizer.load(config.Tokenizer())
-        text = config.Source(kind="text", paths=[given.text])
-        options = config.Data(length=given.length, batch=given.batch, sources={"text": text})
-        data, held_out = (Dataset(options, letters, given.seed, part) for part in ("train", "held_out"))
-        shape = config.Model(
-            vocabulary=tokenizer.vocabulary(0, letters),
-            layers=given.layers,
-            dim=given.dim,
-            heads=given.heads,
-            kv_heads=given.kv_heads,
-            head_dim=64,
-            mlp_dim=3 * given.dim,
-        )
-        model = GPT(shape, seed=given.seed).to(device)
+        job = Run(composed, attention)
     except ValueError as error:
-        raise SystemExit(f"python -m trainer.train: {error}") from None
-    print(f"{sum(weight.numel() for weight in model.parameters()):,} weights on {device}", flush=True)
-    train(model, data, held_out, options, schedule)
-    prompt = held_out.windows([(0, 0)]).tokens[0, :64].tolist()
-    with precision(device):
-        sample = generate(model, prompt, 256)
-    print("\nA held-out text, and from the bar on the model:\n")
-    print("▌".join(letters.decode(part) for part in (prompt, sample)))
+        compose.fail(PROGRAM, error)
+    try:
+        finished = train(job)
+        if finished:
+            job.finish()
+    except TooManyBadSteps as error:
+        job.tracker.say(f"stopped: {error}")
+        job.close(failed=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the others wait in a collective; torchrun ends them as soon as one is gone
+    job.close()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""A run put together: ranks, data, model, engine, and what the loop asks of them."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel import context_attention
+
+from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
+from .compose import Composed
+from .config import Config
+from .data import Batch, Dataset, prefetch, samples_of
+from .engine import Engine
+from .model import GPT, frequencies, fresh, head_dim
+from .ranks import Ranks
+from .signals import Signals
+from .watchdog import Watchdog
+
+
+class Run:
+    def __init__(self, composed: Composed, attention: Callable[..., Any] | None = None) -> None:
+        self.config = config = composed.config
+        self.signals = Signals()
+        self.ranks = ranks = Ranks(config)
+        self.device = ranks.device
+        self.folder = Path(ranks.first(str(rundir.choose(config)) if ranks.rank == 0 else None))
+        if ranks.rank == 0:
+            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
+        ranks.barrier()
+        self.asked = False
+        self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
+        self.tokenizer = tokenizer.load(config.tokenizer)
+        self.model_config = resolve(config, self.tokenizer)
+        self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
+        self.at = self.layout.positions(ranks.mesh.context_rank)
+        self.data = Dataset(config.data, self.tokenizer, config.seed, "train")
+        self.held_out = Dataset(config.data, self.tokenizer, config.seed, "held_out")
+        self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
+        self.attention = attention or partial(
+            context_attention,
+            layout=self.layout,
+            mesh=ranks.mesh,
+            backend=config.parallel.attention,
+            deterministic=config.debug.deterministic,
+        )
+        with torch.device("meta"):
+            skeleton = GPT(self.model_config, config.rope, self.attention, seed=None)
+        self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
+        source = self._source()
+        values = source.values if source else self._fresh if not config.init_from else self._converted()
+        self.engine = Engine(config, self._build, values, self.device, self.accumulation)
+        self.model: GPT = self.engine.module
+        self.position = checkpoint.Position()
+        if source:
+            self.position = source.position
+            self.engine.load_moments(source.values, self.position.applied)
+            source.restore_random()
+        # Made under ZeRO 3 they would have been rounded to the weights' type.
+        self.model.frequencies, self.model.rope_scale = frequencies(config.rope, head_dim(self.model_config))
+        memory.install(self.model, config.engine.activations, config.engine.offload_activations, self.compiles)
+        run_id = self.position.run_id
+        self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
+        self.position.run_id = ranks.first(self.tracker.run_id)
+        self._describe(source)
+
+    @property
+    def compiles(self) -> bool:
+        engine = self.config.engine
+        return engine.compile == "on" or (engine.compile == "auto" and engine.zero < 3 and self.device.type == "cuda")
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Every step's micro-batches of this rank: its samples, and of them its tokens."""
+        data, mesh, first = self.config.data, self.ranks.mesh, self.position.samples
+
+        def make(number: int) -> list[Batch]:
+            step = [samples_of(0, micro, data, mesh.data_rank, mesh.data) for micro in range(self.accumulation)]
+            offset = first + number * data.batch
+            return [self.data.batch([offset + sample for sample in samples], self.at) for samples in step]
+
+        return prefetch(make, 0, data.prefetch)
+
+    def flops(self, batch: list[Batch]) -> float:
+        """Of these samples, counted on one of the ranks that share them; 3.5× convention (cost.py)."""
+        if self.ranks.mesh.context_rank:
+            return 0.0
+        lengths = [
+            n
+            for micro in batch
+            for row in micro.documents
+            for n in torch.unique_consecutive(row, return_counts=True)[1].tolist()
+        ]
+        return cost.training_flops(self.model_config, lengths)
+
+    def report(self, step: int, total: Any, grad: float, lr: float, applied: bool, labels: float) -> None:
+        config, tracker = self.config, self.tracker
+        seconds = tracker.clock.lap()
+        tokens = config.data.batch * config.data.length
+        values: dict[str, Any] = dict(loss=total.loss, grad=grad, lr=lr, labels=labels, tokens=self.position.tokens)
+        values |= dict(seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.ranks.world / 1e12)
+        if len(total.sources) > 1:
+            values["source"] = total.sources
+        if not applied:
+            values["skipped"] = step - self.position.applied
+        values |= inspection.memory_use(self.device, self.ranks.world, values["tflops"])
+        tracker.log(step, values)
+        if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
+            tracker.say(tracking.line(step, config.steps, values, tracker.clock.left(step)))
+        if not applied:
+            tracker.say(
+                f"step {step}: the gradient is not finite, so the weights stay as they are ({values['skipped']} skipped so far)"
+            )
+
+    @contextlib.contextmanager
+    def inspect(self, step: int) -> Iterator[None]:
+        with inspection.watch(step, self.config.debug, self.folder, self.ranks.rank, self.device):
+            yield
+
+    def asked_to_stop(self) -> bool:
+        """A signal during an evaluation: all ranks ask together."""
+        return self.asked
+
+    def evaluate(self, step: int) -> None:
+        self.watchdog.at(step, "evaluation")
+
+    def save(self) -> None:
+        self.tracker.clock.pause()
+        self.watchdog.at(self.position.step, "checkpoint")
+        began = time.perf_counter()
+        described = dict(
+            model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
+        )
+        described |= dict(length=self.config.data.length)
+        folder, options = self.folder / "checkpoints", self.config.checkpoint
+        problem = checkpoint.save(folder, self.engine, self.position, described, self.ranks, options)
+        if problem:
+            self.tracker.say(f"step {self.position.step}: the checkpoint could not be written, the one before stays: {problem}")
+        elif time.perf_counter() - began > 5:
+            self.tracker.say(f"step {self.position.step}: saved in {time.perf_counter() - began:.0f} s")
+        self.tracker.clock.go_on()
+
+    def finish(self) -> None:
+        """After the last step: what the run came to."""
+        if self.ranks.rank == 0:
+            rundir.finish(self.folder, dict(steps=self.position.step, tokens=self.position.tokens))
+
+    def close(self, failed: bool = False) -> None:
+        self.tracker.close(failed)
+        self.watchdog.close()
+        self.signals.close()
+        self.engine.close()
+        self.ranks.close()
+
+    def _build(self) -> GPT:
+        return GPT(self.model_config, self.config.rope, self.attention, seed=None)
+
+    def _fresh(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return fresh(name, self._shapes[name], self.model_config, self.config.seed, start, stop)
+
+    def _source(self) -> checkpoint.Reader | None:
+        """The checkpoint to go on from, if there is one."""
+        resume = self.config.checkpoint.resume
+        if resume == "none":
+            return None
+        if resume == "auto":
+            path, damaged = checkpoint.newest(self.folder / "checkpoints", self.ranks)
+            for text in damaged if self.ranks.rank == 0 else []:
+                print(f"{text}; {'the one before it is used' if path else 'there is none before it'}", flush=True)
+            return checkpoint.Reader(path) if path else None
+        path = Path(resume).expanduser()
+        if problems := checkpoint.verify(path, self.ranks):
+            raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+        return checkpoint.Reader(path)
+
+    def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
+        """Weights from a folder of Hugging Face safetensors."""
+        from . import weights
+
+        return weights.values(Path(self.config.init_from).expanduser(), self.model_config, self.config.rope)
+
+    def _describe(self, source: checkpoint.Reader | None) -> None:
+        config, mesh = self.config, self.ranks.mesh
+        if source:
+            moments = self.engine.moments
+            source.check({name: self.engine.shape(name) for name in self.engine.names}, moments)
+        numbers = cost.parameters(self.model_config)
+        how = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
+        self.tracker.say(
+            f"{config.model.name}: {numbers.total:,} weights; "
+            f"{config.data.batch} sequences of {config.data.length:,} tokens a step; "
+            f"{self.ranks.world} × {_device_name(self.device)}, {how}\n"
+            f"{_short(self.folder)}" + (f": going on after step {source.position.step}" if source else "")
+        )
+
+
+def resolve(config: Config, tok: Any) -> Any:
+    """The model's config with what depends on the tokenizer and the data filled in."""
+    vocabulary = config.model.vocabulary or -(-tok.size // 64) * 64
+    if tok.size > vocabulary:
+        raise ValueError(f"model.vocabulary={vocabulary}: the tokenizer has {tok.size} tokens; give at least as many, or 0")
+    rows = config.model.max_positions or config.data.length if config.model.positions == "learned" else 0
+    return dataclasses.replace(config.model, vocabulary=vocabulary, max_positions=rows)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+
+
+def _short(path: Path) -> str:
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown
