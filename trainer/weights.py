@@ -1,7 +1,7 @@
 """Hugging Face's weights in and out: folders of safetensors and a config.json, of Llama, Qwen3 and GPT-2.
 
-    python -m trainer.weights checkpoint=runs/my-run to=my-model        writes a folder that transformers loads
-    init_from=my-model                                                  starts a run from one
+    init_from=Llama-3.2-1B                                        a run starts from such a folder
+    python -m trainer.export checkpoint=runs/my-run to=my-model    writes one, which transformers loads
 
 Weights are read by memory map, one tensor at a time and only as much of it as is asked for, from one file or from the shards
 that an index names. GPT-2 keeps q, k and v in one matrix and every matrix transposed; otherwise only the names differ, since
@@ -76,14 +76,21 @@ class Folder:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
         missing = [name for name in names if not (path / name).exists()]
         if missing:
-            raise ValueError(f"{path} lacks {', '.join(missing)}: weights are read from safetensors, whole or in shards with an index")
+            raise ValueError(
+                f"{path} lacks {', '.join(missing)}: weights are read from safetensors, whole or in shards with an index"
+            )
         self.files = {name: file for file in map(File, (path / name for name in names)) for name in file}
 
-    def find(self, name: str) -> File | None:
-        return next((self.files[prefix + name] for prefix in ("", "transformer.") if prefix + name in self.files), None)
+    def __contains__(self, name: str) -> bool:
+        return self._full(name) in self.files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.files[name if name in self.files else "transformer." + name][name if name in self.files else "transformer." + name]
+        full = self._full(name)
+        return self.files[full][full]
+
+    def _full(self, name: str) -> str:
+        """GPT-2's own files leave out the prefix that transformers writes."""
+        return name if name in self.files else f"transformer.{name}"
 
 
 def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int], Tensor]:
@@ -97,15 +104,16 @@ def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int
         for name in _compared(model, theirs)
         if getattr(model, name) != getattr(theirs, name)
     ]
-    if model.positions == "rope":
-        if rope.base != their_rope.base:
-            differ.append(f"rope.base={rope.base:g} (there {their_rope.base:g})")
+    if model.positions == "rope" and rope.base != their_rope.base:
+        differ.append(f"rope.base={rope.base:g} (there {their_rope.base:g})")
     if differ:
         raise ValueError(f"init_from={str(path)!r} holds another model than this run's: {', '.join(differ)}")
     folder, where = Folder(path), places(model, family)
-    missing = sorted({place.name for place in where.values() if folder.find(place.name) is None})
+    missing = sorted({place.name for place in where.values() if place.name not in folder})
     if missing:
-        raise ValueError(f"init_from={str(path)!r} lacks the tensors {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+        raise ValueError(
+            f"init_from={str(path)!r} lacks the tensors {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
+        )
 
     def read(name: str, key: str, start: int, stop: int) -> Tensor:
         place = where[name]
@@ -192,7 +200,9 @@ def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "base" if kind == "default" else kind
     if kind not in USED:
-        raise ValueError(f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are read")
+        raise ValueError(
+            f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are read"
+        )
     base = scaling.get("rope_theta", given.get("rope_theta", 10_000.0))
     options = {ours: scaling[ROPE_NAMES[ours]] for ours in USED[kind] if scaling.get(ROPE_NAMES[ours]) is not None}
     if kind == "yarn":
@@ -203,7 +213,9 @@ def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any])
 def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None = None) -> str:
     """A config.json for the family that this model belongs to, which is returned."""
     family = family_of(model, rope)
-    common = dict(model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end, torch_dtype="float32")
+    common = dict(
+        model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end, torch_dtype="float32"
+    )
     if family == "gpt2":
         given = common | dict(
             architectures=["GPT2LMHeadModel"],
@@ -280,7 +292,6 @@ def export(
             prefix = "transformer." if family == "gpt2" else ""
             yield prefix + theirs, (whole.T if where[ours[0]].transposed else whole).contiguous()
 
-    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
     held: dict[str, Tensor] = {}
     files: list[tuple[Path, list[str]]] = []
     total = 0
@@ -291,7 +302,6 @@ def export(
         files.append((file, list(held)))
         held.clear()
 
-    del shards
     for name, tensor in tensors():
         size = tensor.numel() * tensor.itemsize
         if held and sum(x.numel() * x.itemsize for x in held.values()) + size > SHARD:
@@ -314,7 +324,7 @@ def export(
 def _compared(model: Model, theirs: Model) -> list[str]:
     """The fields that decide whether weights fit and mean the same; scalings of rope may differ, which is what it is for."""
     fields = [field.name for field in dataclasses.fields(Model) if field.name not in ("name", "init_std", "dropout", "windows")]
-    skip = {"softcap", "logit_softcap", "sinks"} if False else set()
+    skip = set()
     if theirs.positions == "rope":
         skip.add("max_positions")
     if head_dim(model) == head_dim(theirs):
