@@ -263,5 +263,16 @@ class Generate:
     tokens: int = option(256, "how many to add", least=1)
     temperature: float = option(0.8, "0 always takes the likeliest", least=0)
     top_k: int = option(0, "draw from the k likeliest tokens; 0: from all", least=0)
+    top_p: float = option(1.0, "draw from the fewest tokens that together are so likely; 1: from all", above=0)
+    ignore_end: bool = option(False, "go on behind the token that ends a document")
     seed: int = option(0, "the same seed gives the same text", least=0)
     device: str = option("auto", "auto takes the GPU if there is one", choices=("auto", "cpu", "cuda"))
+
+
+@dataclass
+class Export:
+    """`python -m trainer.export checkpoint=… to=…`"""
+
+    checkpoint: str = option("", "a checkpoint's folder, or a run's: then its newest")
+    to: str = option("", "the folder to write, in Hugging Face's format")
+    dtype: str = option("bf16", "of the numbers in it", choices=("bf16", "fp32"))

@@ -10,6 +10,7 @@ The windows are the same at every evaluation, for any number of ranks and for an
 forwards as the others and takes part in one reduction at the end; the numbers are then the same on all.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class Table:
     def text(self) -> str:
         top = max([*self.means, 1e-9]) if self.chance is None else 1.0
         width = max(map(len, self.labels), default=0)
-        lines = [self.title]
+        lines = [f"{self.title} (chance {self.chance:.1%})" if self.chance else self.title]
         for label, mean in zip(self.labels, self.means, strict=True):
             value = f"{mean:.3f}" if self.chance is None else f"{mean:4.0%}"
             lines.append(f"  {label:>{width}}  {value}  {bar(mean / top)}")
@@ -126,9 +127,9 @@ def _report(
     totals = by_position.sum(1)
     text = [i for i, source in enumerate(data.sources) if not isinstance(source, Synthetic)]
     counted = totals[text].sum(0) if text else totals.sum(0)
-    report = Report(counted[0] / max(counted[1], 1), {})
+    report = Report(float(counted[0] / max(counted[1], 1)), {})
     for index, (name, source) in enumerate(zip(data.names, data.sources, strict=True)):
-        report.sources[name] = totals[index, 0] / max(totals[index, 1], 1)
+        report.sources[name] = float(totals[index, 0] / max(totals[index, 1], 1))
         if not isinstance(source, Synthetic):
             labels = [_span(lo, hi) for lo, hi in zip(edges, [*edges[1:], data.length], strict=True)]
             report.tables.append(_table(f"{name}: loss by position", labels, *by_position[index].T))
@@ -142,11 +143,12 @@ def _report(
         if isinstance(source.task, Recall):
             report.chance[name] = 1 / source.task.num_values
             far = distance > rank_length
-            report.far[name] = float(ok[far].mean()) if far.any() else float("nan")
+            if far.any():
+                report.far[name] = float(ok[far].mean())
             bins = np.minimum(distance * DISTANCES // data.length, DISTANCES - 1)
             steps = [data.length * i // DISTANCES for i in range(DISTANCES + 1)]
-            labels = [_span(max(lo, 1), hi) for lo, hi in zip(steps, steps[1:], strict=False)]
-            title, chance = f"{name}: right by distance (chance {report.chance[name]:.0%})", report.chance[name]
+            labels = [_span(max(lo, 1), hi) for lo, hi in itertools.pairwise(steps)]
+            title, chance = f"{name}: right by distance", report.chance[name]
         else:
             sizes = np.unique(length)
             bins = np.searchsorted(sizes, length) * DEPTHS + np.minimum((depth * DEPTHS).astype(int), DEPTHS - 1)

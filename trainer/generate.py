@@ -6,6 +6,7 @@ The cache is an attention: the model takes attention as an argument, calls it on
 remembers the keys of earlier calls. The prompt runs in one call, every further token in one of its own.
 """
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 import kernels
 from kernels import Mask
 
+from . import compose, restore
+from .config import Generate
 from .model import GPT
 
 
@@ -101,3 +104,49 @@ def check(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float
         raise ValueError(
             f"tokens={num_tokens} behind a prompt of {len(prompt)}: this model has learned {room} positions; ask for fewer"
         )
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = compose.parse_flat(Generate, "python -m trainer.generate", __doc__, argv)
+    try:
+        restored = restore.Restored(given.checkpoint)
+        letters = restored.tokenizer()
+        device = torch.device(
+            "cuda" if given.device == "cuda" or (given.device == "auto" and torch.cuda.is_available()) else "cpu"
+        )
+        model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        prompt = next(iter(letters.encode([given.prompt.encode()]))).tolist()
+        if len(prompt) + given.tokens > restored.length:
+            print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)
+        shown, ids = given.prompt, list(prompt)
+        print(shown, end="", flush=True)
+
+        def show(token: int) -> None:
+            """Whole text so far, decoded again: a character may be made of several tokens."""
+            nonlocal shown
+            ids.append(token)
+            text = letters.decode(ids)
+            if text.startswith(shown) and not text.endswith("\ufffd"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+
+        generate(
+            model,
+            prompt or [letters.end],
+            given.tokens,
+            given.temperature,
+            given.top_k,
+            given.top_p,
+            stop=() if given.ignore_end else {letters.end},
+            seed=given.seed,
+            size=letters.size,
+            each=show,
+        )
+        rest = letters.decode(ids)
+        print(rest[len(shown) :] if rest.startswith(shown) else "")
+    except ValueError as error:
+        compose.fail("python -m trainer.generate", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,8 +52,7 @@ class GPT(nn.Module):
         self.head = Head(config)
         if config.tied:
             self.head.weight = self.embedding.weight
-        # Not a buffer: engines cast buffers to bf16, in which angles are noise.
-        self.frequencies, self.rope_scale = frequencies(self.rope, head_dim(config))
+        self.rope_frequencies()
         if seed is not None:
             self.initialise(seed)
 
@@ -123,6 +122,13 @@ class GPT(nn.Module):
         angles = positions.double()[..., None, None] * self.frequencies  # (…, S, 1, head_dim / 2): one turn for all heads
         dtype = torch.float64 if self.norm.weight.dtype == torch.float64 else torch.float32
         return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+
+    def rope_frequencies(self) -> None:
+        """To be called again by whoever built the model on the meta device, or where every new tensor is cast to bf16.
+
+        They are no buffer, because engines cast buffers too, and angles in bf16 are noise.
+        """
+        self.frequencies, self.rope_scale = frequencies(self.rope, head_dim(self.config))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
