@@ -85,9 +85,12 @@ class Engine:
         self.backwards = 0  # since the last step
         self.applied = 0  # steps that moved the weights: what AdamW's bias correction counts
 
-    def __call__(self, *batch: Any) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.ds(*batch)
+    def __call__(self, *batch: Any, **options: Any) -> tuple[Tensor, ...]:
+        with self.precision():
+            return self.ds(*batch, **options)
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def backward(self, loss_sum: Tensor, num_labels: float) -> None:
         self.backwards += 1

@@ -53,12 +53,12 @@ def train(run: Run) -> bool:
                 f"the gradient was not finite in {bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
                 "lower optim.lr, or look at these samples; the last checkpoint is as it was"
             )
-        last = step == config.steps
-        if config.evaluate.every and step % config.evaluate.every == 0 and not last:
-            run.evaluate(step)
-        if last or total.stop or run.asked_to_stop() or (config.checkpoint.every and step % config.checkpoint.every == 0):
+        last, stop = step == config.steps, total.stop
+        if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop:
+            stop = run.evaluate(step) is None
+        if last or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             run.save()
-        if total.stop or run.asked:
+        if stop:
             return last
     return True
 

@@ -24,7 +24,7 @@ def install(model: Any, activations: str, offload: bool, compiled: bool) -> None
     if compiled and activations == "none":
         model.compile_layers()
         return
-    run: Callable[..., Tensor] = {"none": _plain, "full": _full, "attention": _but_attention}[activations]
+    run: Callable[..., Tensor] = {"none": plain, "full": _full, "attention": _but_attention}[activations]
     if compiled:
         # One graph serves all layers: their weights are its inputs. The checkpointing is inside, where the compiler can
         # follow it; around a compiled layer nobody would see the ops that are to be kept.
@@ -32,7 +32,7 @@ def install(model: Any, activations: str, offload: bool, compiled: bool) -> None
     model.run_layer = partial(_offloaded, Offload(), run) if offload else run
 
 
-def _plain(layer: nn.Module, *inputs: Any) -> Tensor:
+def plain(layer: nn.Module, *inputs: Any) -> Tensor:
     return layer(*inputs)
 
 

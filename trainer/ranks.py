@@ -52,6 +52,12 @@ class Ranks:
         dist.all_gather_object(box, value, group=self.control)
         return box
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on some rank."""
+        found = torch.tensor([int(flag)])
+        dist.all_reduce(found, group=self.control)
+        return bool(found.item())
+
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 

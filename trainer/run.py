@@ -17,12 +17,18 @@ from parallel import context_attention
 from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
 from .compose import Composed
 from .config import Config
-from .data import Batch, Dataset, prefetch, samples_of
+from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
+from .evaluate import Report, evaluate
+from .generate import generate
 from .model import GPT, frequencies, fresh, head_dim
 from .ranks import Ranks
 from .signals import Signals
 from .watchdog import Watchdog
+
+
+class Stopped(Exception):
+    """A signal came while something was going on that may be left."""
 
 
 class Run:
@@ -35,14 +41,15 @@ class Run:
         if ranks.rank == 0:
             rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
         ranks.barrier()
-        self.asked = False
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
         self.tokenizer = tokenizer.load(config.tokenizer)
         self.model_config = resolve(config, self.tokenizer)
         self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
         self.at = self.layout.positions(ranks.mesh.context_rank)
-        self.data = Dataset(config.data, self.tokenizer, config.seed, "train")
-        self.held_out = Dataset(config.data, self.tokenizer, config.seed, "held_out")
+        vocabulary = self.model_config.vocabulary
+        self.data, self.held_out = (
+            Dataset(config.data, self.tokenizer, config.seed, part, vocabulary) for part in ("train", "held_out")
+        )
         self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
         self.attention = attention or partial(
             context_attention,
@@ -91,13 +98,7 @@ class Run:
         """Of these samples, counted on one of the ranks that share them; 3.5× convention (cost.py)."""
         if self.ranks.mesh.context_rank:
             return 0.0
-        lengths = [
-            n
-            for micro in batch
-            for row in micro.documents
-            for n in torch.unique_consecutive(row, return_counts=True)[1].tolist()
-        ]
-        return cost.training_flops(self.model_config, lengths)
+        return cost.training_flops(self.model_config, [length for micro in batch for length in micro.lengths])
 
     def report(self, step: int, total: Any, grad: float, lr: float, applied: bool, labels: float) -> None:
         config, tracker = self.config, self.tracker
@@ -123,12 +124,29 @@ class Run:
         with inspection.watch(step, self.config.debug, self.folder, self.ranks.rank, self.device):
             yield
 
-    def asked_to_stop(self) -> bool:
-        """A signal during an evaluation: all ranks ask together."""
-        return self.asked
+    def evaluate(self, step: int) -> Report | None:
+        """Held-out data under the same ring; None if a signal came in between, which all ranks learn together."""
+        self.tracker.clock.pause()
+        self.model.eval()
+        mesh = self.ranks.mesh
 
-    def evaluate(self, step: int) -> None:
-        self.watchdog.at(step, "evaluation")
+        def before_each(number: int) -> None:
+            self.watchdog.at(step, f"evaluation, micro-batch {number + 1}")
+            if self.ranks.any(self.signals.stop):
+                raise Stopped
+
+        where = (self.at, self.device, mesh.data_rank, mesh.data)
+        try:
+            report = evaluate(self.engine, self.held_out, self.config, *where, self.ranks.sum, before_each)
+        except Stopped:
+            return None
+        finally:
+            self.model.train()
+            self.tracker.clock.go_on()
+        self.tracker.log(step, report.metrics(), kind="held_out")
+        for table in report.tables:
+            self.tracker.curve(step, table.title, table.labels, table.means)
+        return report
 
     def save(self) -> None:
         self.tracker.clock.pause()
@@ -147,9 +165,41 @@ class Run:
         self.tracker.clock.go_on()
 
     def finish(self) -> None:
-        """After the last step: what the run came to."""
+        """After the last step: what the run came to, in text."""
+        report = self.evaluate(self.position.step)
+        if report is None:
+            return
+        config, step, path = self.config, self.position.step, _short(self.folder)
+        sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
+        lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text()]
+        if config.evaluate.sample:
+            self.watchdog.at(step, "sample")
+            lines += ["", self._sample()]
+        lines += [
+            "",
+            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config, {path}/checkpoints the weights.",
+            "What to try next:",
+            f'  python -m trainer.generate checkpoint={path} prompt="def main("',
+            "  python -m launch data=text 'data.sources.text.paths=[~/my-texts]' steps=500    your own files",
+            "  python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
+        ]
+        self.tracker.say("\n" + "\n".join(lines))
         if self.ranks.rank == 0:
-            rundir.finish(self.folder, dict(steps=self.position.step, tokens=self.position.tokens))
+            rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=report.metrics()))
+
+    def _sample(self) -> str:
+        """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""
+        config = self.config
+        text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
+        prompt = self.held_out.windows([(text, 0)]).tokens[0, : config.data.length // 4][:64].tolist()
+        room = min(config.evaluate.sample, config.data.length - len(prompt))
+        run_layer, self.model.run_layer = self.model.run_layer, memory.plain
+        self.model.eval()
+        with self.engine.precision():
+            out = generate(self.model, prompt, room, config.evaluate.temperature, size=self.tokenizer.size)
+        self.model.train()
+        self.model.run_layer = run_layer
+        return "A held-out text, and from the bar on the model:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))
 
     def close(self, failed: bool = False) -> None:
         self.tracker.close(failed)
@@ -202,9 +252,7 @@ class Run:
 
 def resolve(config: Config, tok: Any) -> Any:
     """The model's config with what depends on the tokenizer and the data filled in."""
-    vocabulary = config.model.vocabulary or -(-tok.size // 64) * 64
-    if tok.size > vocabulary:
-        raise ValueError(f"model.vocabulary={vocabulary}: the tokenizer has {tok.size} tokens; give at least as many, or 0")
+    vocabulary = tokenizer.vocabulary(config.model.vocabulary, tok)
     rows = config.model.max_positions or config.data.length if config.model.positions == "learned" else 0
     return dataclasses.replace(config.model, vocabulary=vocabulary, max_positions=rows)
 

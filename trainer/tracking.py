@@ -49,14 +49,16 @@ class Tracker:
             for key, value in named.items():
                 self.board.add_scalar(key, value, step)
 
-    def curve(self, step: int, name: str, xs: list[float], ys: list[float], x: str, y: str) -> None:
-        """A whole curve at one step, such as loss by position."""
-        self.log(step, {name: [[round(a, 6), round(b, 6)] for a, b in zip(xs, ys, strict=True)]}, kind="curve")
+    def curve(self, step: int, title: str, labels: list[str], means: list[float]) -> None:
+        """A whole table at one step, such as loss by position."""
+        if not self.active:
+            return
+        self.log(step, {"title": title, "bins": labels, "means": means}, kind="table")
         if self.wandb is not None:
             import wandb
 
-            table = wandb.Table(columns=[x, y], data=[list(pair) for pair in zip(xs, ys, strict=True)])
-            self.wandb.log({name: wandb.plot.line(table, x, y, title=name)}, step=step)
+            table = wandb.Table(columns=["bin", "mean"], data=[list(pair) for pair in zip(labels, means, strict=True)])
+            self.wandb.log({title: wandb.plot.bar(table, "bin", "mean", title=title)}, step=step)
 
     def say(self, text: str) -> None:
         if self.active:
@@ -169,6 +171,8 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}")
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
