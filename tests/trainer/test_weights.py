@@ -156,7 +156,7 @@ def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", kept)
     with pytest.raises(ValueError, match=r"lacks the tensors model.layers.0.mlp.up_proj.weight"):
         weights.values(tmp_path, LLAMA, LLAMA3)
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match=r"no config.json"):
         weights.read_config(tmp_path / "nowhere")
 
 
