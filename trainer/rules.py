@@ -63,6 +63,8 @@ def has_gpu() -> bool:
 
 
 def on_gpu(config: Config) -> bool:
+    if config.hardware.name not in ("auto", "cpu"):
+        return config.parallel.device != "cpu"  # a plan for another machine
     return config.parallel.device == "cuda" or (config.parallel.device == "auto" and has_gpu())
 
 
@@ -108,8 +110,6 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
-        if source.kind in ("recall", "passkey") and tokenizer.kind != "bytes":
-            yield f"data.sources.{name}: {source.kind} is made of bytes; take tokenizer=bytes, not {tokenizer.kind}"
         for path in source.paths if source.kind in ("text", "tokens") else []:
             if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
                 yield f"data.sources.{name}.paths: {path} does not exist"
@@ -117,14 +117,14 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
     if tokenizer.kind == "bytes" and tokenizer.path:
         yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
-    if tokenizer.kind != "bytes" and not Path(tokenizer.path).expanduser().is_file():
+    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
         yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
     if (
         tokenizer.kind == "bytes"
-        and 0 < config.model.vocabulary < 256
+        and 0 < config.model.vocabulary < 257
         and not any(s.kind == "tokens" for s in data.sources.values())
     ):
-        yield f"model.vocabulary={config.model.vocabulary}: bytes need 256; 0 takes what the tokenizer has"
+        yield f"model.vocabulary={config.model.vocabulary}: bytes need 257, as one ends documents; 0 takes these"
 
 
 def _mesh(config: Config) -> Iterator[str]:
