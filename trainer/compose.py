@@ -109,7 +109,8 @@ def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | 
             if key not in node:
                 raise ConfigError(f"{key}: there is no such option{_nearest(key, [f.name for f in fields(schema)])}")
             try:
-                node[key] = value
+                # Text is taken as it is: a prompt may look like YAML.
+                node[key] = value if isinstance(node[key], str) else OmegaConf.from_dotlist([text])[key]
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{text}: {_first_line(error)}") from None
         given = OmegaConf.to_object(node)

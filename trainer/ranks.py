@@ -33,8 +33,10 @@ class Ranks:
             set_deterministic()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.owner = not dist.is_initialized()  # several runs in one process share the groups, which DeepSpeed remembers
+        if self.owner and self.device.type == "cuda":
             dist.init_process_group("nccl", timeout=self.timeout, device_id=self.device)
-        else:
+        elif self.owner:
             dist.init_process_group("gloo", timeout=self.timeout)
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
         data, ring, ulysses = mesh_of(config, self.world)
@@ -66,7 +68,8 @@ class Ranks:
         return values
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self.owner:
+            dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

@@ -105,6 +105,7 @@ class Run:
         seconds = tracker.clock.lap()
         tokens = config.data.batch * config.data.length
         values: dict[str, Any] = dict(loss=total.loss, grad=grad, lr=lr, labels=labels, tokens=self.position.tokens)
+        values["samples"] = [self.position.samples - config.data.batch, self.position.samples - 1]
         values |= dict(seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.ranks.world / 1e12)
         if len(total.sources) > 1:
             values["source"] = total.sources
