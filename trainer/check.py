@@ -3,9 +3,9 @@
     python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4
 
 The config is composed and checked as a run would do it. Memory is counted term by term (footprint.py), operations as cost.py
-counts them. Attention's speed is the one that `python -m kernels.bench` measured on such a device (docs/results), or scaled by the devices'
-peaks where it was measured on another only, which is then said. Products are taken at a share of the peak. Without `hardware=` the
-plan is for this machine, whose speeds are measured on the spot.
+counts them. Attention's speed is the one that `python -m kernels.bench` measured on such a device (docs/results), or scaled
+from another by their peaks, which is then said; products are taken at a share of the peak. Without `hardware=` the plan is
+for this machine, whose speeds are measured on the spot.
 """
 
 import json

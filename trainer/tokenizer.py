@@ -116,7 +116,7 @@ def load(options: config.Tokenizer) -> Tokenizer:
         path = path / "tokenizer.json"
     if not options.path or not path.is_file():
         raise ValueError(f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine")
-    return {"hf": HuggingFace, "tiktoken": Tiktoken}[options.kind](path, options.end)
+    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
 
 
 def vocabulary(given: int, tokenizer: Tokenizer) -> int:

@@ -36,7 +36,7 @@ class Place:
 
 def places(model: Model, family: str) -> dict[str, Place]:
     """Their place of each of our weights."""
-    found = {}
+    found: dict[str, Place] = {}
     if family == "gpt2":
         found |= {"embedding.weight": Place("wte.weight"), "position_embedding.weight": Place("wpe.weight")}
         found |= {f"norm.{part}": Place(f"ln_f.{part}") for part in ("weight", "bias")}
