@@ -173,9 +173,7 @@ def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
 
 def resolve(config: Config) -> Config:
     """With what the tokenizer and the data decide filled in."""
-    vocabulary = tokenizer.vocabulary(config.model.vocabulary, tokenizer.load(config.tokenizer))
-    rows = (config.model.max_positions or config.data.length) if config.model.positions == "learned" else 0
-    return replace(config, model=replace(config.model, vocabulary=vocabulary, max_positions=rows))
+    return replace(config, model=tokenizer.resolved(config, tokenizer.load(config.tokenizer)))
 
 
 def remedies(config: Config, world: int, target: Machine) -> list[str]:

@@ -51,8 +51,8 @@ class Recall:
     NOISE = 32
 
     def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, facts: float, questions: float) -> None:
-        room = min(tokenizer.end, tokenizer.size)
         used = keys * values + keys + self.NOISE
+        room = tokenizer.end if tokenizer.end >= used else tokenizer.size
         if used > room:
             raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
         self.num_facts, self.num_asked = max(keys, int(facts * length)), int(questions * length)
