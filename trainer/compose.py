@@ -43,7 +43,7 @@ class Composed:
     yaml: str
 
 
-def main(program: str, about: str | None, argv: list[str] | None = None) -> Composed:
+def main(program: str, about: str | None, argv: list[str] | None = None, world_size: int | None = None) -> Composed:
     """The config of a command line; --help and --cfg print and stop, a mistake ends the program with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -51,7 +51,7 @@ def main(program: str, about: str | None, argv: list[str] | None = None) -> Comp
         if "help" in flags:
             print(help_text(program, about, Config))
             raise SystemExit(0)
-        composed = load(overrides, flags.get("config-dir"))
+        composed = load(overrides, flags.get("config-dir"), world_size)
         if "cfg" in flags:
             print(composed.yaml, end="")
             raise SystemExit(0)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import config
 from .corpus import NO_LABEL, Stream, open_source
-from .synthetic import Answers, Passkey, Recall
+from .synthetic import Answers, Packed, Passkey, Recall
 from .tokenizer import Tokenizer
 
 BLOCK = 1000  # samples in which each source's share is exact
@@ -89,7 +89,7 @@ class Synthetic:
     def answers(self, number: int) -> Answers:
         return self._sequence(number).answers
 
-    def _sequence(self, number: int):
+    def _sequence(self, number: int) -> Packed:
         return self.task.sequence(np.random.default_rng(hashed(self.seed, "synthetic", number)))
 
 

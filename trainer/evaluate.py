@@ -99,8 +99,8 @@ def evaluate(
         batch = data.windows([place or (0, 0) for place in chunk], at)
         batch.labels[[place is None for place in chunk]] = NO_LABEL
         with torch.no_grad():
-            _, _, losses, hits = forward(*batch.to(device).inputs, each=True)
-        losses, hits = losses.double().cpu().numpy(), hits.cpu().numpy()
+            _, _, each, right = forward(*batch.to(device).inputs, each=True)
+        losses, hits = each.double().cpu().numpy(), right.cpu().numpy()
         for row, place in enumerate(chunk):
             if place is None:
                 continue
@@ -115,10 +115,7 @@ def evaluate(
 
     sums = reduce(torch.from_numpy(np.concatenate([by_position.ravel(), missed])).to(device)).cpu().numpy()
     by_position = sums[: by_position.size].reshape(by_position.shape)
-    right = sums[by_position.size :] == 0
-    return _report(
-        data, by_position, edges, answers, right, int((owned < data.length).sum()) if at is not None else data.length
-    )
+    return _report(data, by_position, edges, answers, sums[by_position.size :] == 0, len(owned))
 
 
 def _report(
@@ -162,7 +159,7 @@ def _report(
 
 def _table(title: str, labels: list[str], sums: np.ndarray, counts: np.ndarray, chance: float | None = None) -> Table:
     rows = [(label, float(x / n), int(n)) for label, x, n in zip(labels, sums, counts, strict=True) if n]
-    return Table(title, *(list(column) for column in zip(*rows, strict=True)) if rows else ([], [], []), chance=chance)
+    return Table(title, [label for label, _, _ in rows], [mean for _, mean, _ in rows], [n for _, _, n in rows], chance)
 
 
 def _shares(places: list, micro_batch: int, data_rank: int, data_size: int) -> Iterator[list]:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import kernels
 from kernels import Mask, linear_cross_entropy
 
+from . import rules
 from .config import Model, Rope
 from .cost import head_dim, window
 
@@ -297,26 +298,10 @@ def new_norm(config: Model, dim: int) -> nn.Module:
 
 
 def check(config: Model, rope: Rope) -> None:
-    """What no single option can say by its bounds."""
+    problems = [*rules.shape(config), *rules.rotary(rope)]
     if config.vocabulary < 1:
-        raise ValueError(f"model.vocabulary={config.vocabulary}: it must be at least 1 once the tokenizer is known")
-    if config.heads % config.kv_heads:
-        raise ValueError(
-            f"model.heads={config.heads}, model.kv_heads={config.kv_heads}: query heads share key heads in equal groups, "
-            "so heads must be a multiple of kv_heads"
-        )
-    if not config.head_dim and config.dim % config.heads:
-        raise ValueError(f"model.dim={config.dim}, model.heads={config.heads}: not a multiple, so give model.head_dim")
-    if config.positions == "rope" and head_dim(config) % 2:
-        raise ValueError(f"model.head_dim={head_dim(config)}: rotary positions turn pairs of numbers, so it must be even")
+        problems.append(f"model.vocabulary={config.vocabulary}: it must be at least 1 once the tokenizer is known")
     if config.positions == "learned" and config.max_positions < 1:
-        raise ValueError(f"model.max_positions={config.max_positions}: learned positions need at least 1")
-    if not 16 <= head_dim(config) <= 256 or head_dim(config) % 8:
-        raise ValueError(f"model.head_dim={head_dim(config)}: attention takes 16 to 256 in steps of 8")
-    if any(window < 0 for window in config.windows):
-        raise ValueError(f"model.windows={list(config.windows)}: a window counts the token itself; 0 is none")
-    if rope.kind == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
-        raise ValueError(
-            f"rope.low_freq_factor={rope.low_freq_factor}, rope.high_freq_factor={rope.high_freq_factor}: "
-            "the first must be the smaller"
-        )
+        problems.append(f"model.max_positions={config.max_positions}: learned positions need at least 1")
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config
+from .config import Config, Model, Rope
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -18,7 +18,8 @@ def check(config: Config, world_size: int) -> list[str]:
     problems = check_values(config)
     if problems:
         return problems  # the rest may divide by them
-    for rule in (_model, _rope, _data, _mesh, _engine, _optim, _run):
+    problems += rotary(config.rope)
+    for rule in (_model, _data, _mesh, _engine, _optim, _run):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))
 
@@ -63,30 +64,36 @@ def has_gpu() -> bool:
 
 
 def on_gpu(config: Config) -> bool:
+    if config.hardware.name not in ("auto", "cpu"):
+        return config.parallel.device != "cpu"  # a plan for another machine
     return config.parallel.device == "cuda" or (config.parallel.device == "auto" and has_gpu())
 
 
-def _model(config: Config) -> Iterator[str]:
-    model = config.model
+def shape(model: Model) -> Iterator[str]:
+    """What a model cannot be, whatever it is trained on; the model itself asks this too."""
     if model.heads % model.kv_heads:
         yield f"model.heads={model.heads}, model.kv_heads={model.kv_heads}: heads must be a multiple of kv_heads"
     if not model.head_dim and model.dim % model.heads:
         yield f"model.dim={model.dim}, model.heads={model.heads}: heads must divide dim, or give model.head_dim"
     head_dim = model.head_dim or model.dim // model.heads
-    if model.positions == "rope" and head_dim % 2:
-        yield f"model.head_dim={head_dim}: rotary positions turn pairs of numbers, so it must be even"
-    if model.positions == "learned" and config.rope.kind != "base":
-        yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; take rope=base"
-    if model.positions == "learned" and 0 < model.max_positions < config.data.length:
-        yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 takes these"
+    if not 16 <= head_dim <= 256 or head_dim % 8:
+        yield f"model.head_dim={head_dim}: attention takes 16 to 256, in steps of 8"
     if any(window < 0 for window in model.windows):
         yield f"model.windows={model.windows}: a window is a number of tokens, or 0 for all"
     if model.dropout >= 1:
         yield f"model.dropout={model.dropout}: it must be below 1"
 
 
-def _rope(config: Config) -> Iterator[str]:
-    rope = config.rope
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    yield from shape(model)
+    if model.positions == "learned" and config.rope.kind != "base":
+        yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; take rope=base"
+    if model.positions == "learned" and 0 < model.max_positions < config.data.length:
+        yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 takes these"
+
+
+def rotary(rope: Rope) -> Iterator[str]:
     if rope.kind == "base" and rope.factor != 1:
         yield f"rope.factor={rope.factor}: rope.kind=base scales nothing; choose linear, ntk, yarn or llama3"
     if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
@@ -108,8 +115,6 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
-        if source.kind in ("recall", "passkey") and tokenizer.kind != "bytes":
-            yield f"data.sources.{name}: {source.kind} is made of bytes; take tokenizer=bytes, not {tokenizer.kind}"
         for path in source.paths if source.kind in ("text", "tokens") else []:
             if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
                 yield f"data.sources.{name}.paths: {path} does not exist"
@@ -117,14 +122,14 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
     if tokenizer.kind == "bytes" and tokenizer.path:
         yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
-    if tokenizer.kind != "bytes" and not Path(tokenizer.path).expanduser().is_file():
+    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
         yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
     if (
         tokenizer.kind == "bytes"
-        and 0 < config.model.vocabulary < 256
+        and 0 < config.model.vocabulary < 257
         and not any(s.kind == "tokens" for s in data.sources.values())
     ):
-        yield f"model.vocabulary={config.model.vocabulary}: bytes need 256; 0 takes what the tokenizer has"
+        yield f"model.vocabulary={config.model.vocabulary}: bytes need 257, as one ends documents; 0 takes these"
 
 
 def _mesh(config: Config) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """A run put together: ranks, data, model, engine, and what the loop asks of them."""
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +15,11 @@ from parallel import context_attention
 
 from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
 from .compose import Composed
-from .config import Config
 from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
 from .generate import generate
-from .model import GPT, frequencies, fresh, head_dim
+from .model import GPT, fresh
 from .ranks import Ranks
 from .signals import Signals
 from .watchdog import Watchdog
@@ -43,7 +41,7 @@ class Run:
         ranks.barrier()
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
         self.tokenizer = tokenizer.load(config.tokenizer)
-        self.model_config = resolve(config, self.tokenizer)
+        self.model_config = tokenizer.resolved(config, self.tokenizer)
         self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
         self.at = self.layout.positions(ranks.mesh.context_rank)
         vocabulary = self.model_config.vocabulary
@@ -73,7 +71,7 @@ class Run:
             self.engine.load_moments(source.values, self.position.applied)
             source.restore_random()
         # Made under ZeRO 3 they would have been rounded to the weights' type.
-        self.model.frequencies, self.model.rope_scale = frequencies(config.rope, head_dim(self.model_config))
+        self.model.rope_frequencies()
         memory.install(self.model, config.engine.activations, config.engine.offload_activations, self.compiles)
         run_id = self.position.run_id
         self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
@@ -248,13 +246,6 @@ class Run:
             f"{self.ranks.world} × {_device_name(self.device)}, {how}\n"
             f"{_short(self.folder)}" + (f": going on after step {source.position.step}" if source else "")
         )
-
-
-def resolve(config: Config, tok: Any) -> Any:
-    """The model's config with what depends on the tokenizer and the data filled in."""
-    vocabulary = tokenizer.vocabulary(config.model.vocabulary, tok)
-    rows = config.model.max_positions or config.data.length if config.model.positions == "learned" else 0
-    return dataclasses.replace(config.model, vocabulary=vocabulary, max_positions=rows)
 
 
 def _device_name(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from .tokenizer import Tokenizer
 NO_LABEL = -100
 
 
-class Sequence(NamedTuple):
+class Packed(NamedTuple):
     """A whole sequence, with the lengths of its documents."""
 
     tokens: np.ndarray  # int64 (S,), as labels
@@ -51,8 +51,8 @@ class Recall:
     NOISE = 32
 
     def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, facts: float, questions: float) -> None:
-        room = min(tokenizer.end, tokenizer.size)
         used = keys * values + keys + self.NOISE
+        room = tokenizer.end if tokenizer.end >= used else tokenizer.size
         if used > room:
             raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
         self.num_facts, self.num_asked = max(keys, int(facts * length)), int(questions * length)
@@ -65,7 +65,7 @@ class Recall:
         self.first_question = room - keys * values - keys
         self.first_fact = room - keys * values
 
-    def sequence(self, rng: np.random.Generator) -> Sequence:
+    def sequence(self, rng: np.random.Generator) -> Packed:
         tokens = self.first_question - 1 - rng.integers(0, self.NOISE, self.length)
         labels = np.full(self.length, NO_LABEL)
         facts = self.first_fact + np.arange(self.num_keys) * self.num_values + rng.integers(0, self.num_values, self.num_keys)
@@ -83,7 +83,7 @@ class Recall:
             here = asked[key == index]
             last[key == index] = place[np.searchsorted(place, here) - 1]
         answers = Answers(asked[:, None], last, np.full(len(asked), self.length), last / self.length)
-        return Sequence(tokens, labels, np.array([self.length]), answers)
+        return Packed(tokens, labels, np.array([self.length]), answers)
 
 
 class Passkey:
@@ -119,7 +119,7 @@ class Passkey:
         text = np.concatenate([dull[:before], fact, dull[before:], self.question, answer, [self.tokenizer.end]])
         return text, before + len(fact) - 1, length - 1 - len(answer)
 
-    def sequence(self, rng: np.random.Generator) -> Sequence:
+    def sequence(self, rng: np.random.Generator) -> Packed:
         sizes = [self.length // share for share in self.SHARES]
         sizes[-1] = self.length - sum(sizes[:-1])
         texts, labels, at, facts, depths, begin = [], np.full(self.length, NO_LABEL), [], [], [], 0
@@ -138,4 +138,4 @@ class Passkey:
         table = np.stack([np.pad(where, (0, width - len(where)), mode="edge") for where in at])
         lengths = np.array([len(text) for text in texts])
         answers = Answers(table, np.array(facts), lengths, np.array(depths))
-        return Sequence(np.concatenate(texts), labels, lengths, answers)
+        return Packed(np.concatenate(texts), labels, lengths, answers)

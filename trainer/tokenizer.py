@@ -8,6 +8,7 @@ when they are chosen, and read a local file: a run never asks the network for a 
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,7 +117,7 @@ def load(options: config.Tokenizer) -> Tokenizer:
         path = path / "tokenizer.json"
     if not options.path or not path.is_file():
         raise ValueError(f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine")
-    return {"hf": HuggingFace, "tiktoken": Tiktoken}[options.kind](path, options.end)
+    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
 
 
 def vocabulary(given: int, tokenizer: Tokenizer) -> int:
@@ -126,6 +127,13 @@ def vocabulary(given: int, tokenizer: Tokenizer) -> int:
             f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
         )
     return given or -(-tokenizer.size // 64) * 64
+
+
+def resolved(options: config.Config, tokenizer: Tokenizer) -> config.Model:
+    """The model's options, with what the tokenizer and the data decide filled in."""
+    model = options.model
+    rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
+    return replace(model, vocabulary=vocabulary(model.vocabulary, tokenizer), max_positions=rows)
 
 
 def _library(name: str, kind: str) -> Any:

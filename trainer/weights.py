@@ -36,7 +36,7 @@ class Place:
 
 def places(model: Model, family: str) -> dict[str, Place]:
     """Their place of each of our weights."""
-    found = {}
+    found: dict[str, Place] = {}
     if family == "gpt2":
         found |= {"embedding.weight": Place("wte.weight"), "position_embedding.weight": Place("wpe.weight")}
         found |= {f"norm.{part}": Place(f"ln_f.{part}") for part in ("weight", "bias")}
@@ -161,6 +161,8 @@ def read_config(path: Path) -> tuple[str, Model, Rope]:
     if family not in ("llama", "qwen3"):
         raise ValueError(f"init_from={str(path)!r} is a model of type {family}: llama, qwen3 and gpt2 can be read")
     _supported(path, given, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,))
+    if set(given.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"init_from={str(path)!r} has layers of types {given['layer_types']}; only full_attention can be read")
     model = Model(
         name=path.name,
         vocabulary=given["vocab_size"],
@@ -203,6 +205,11 @@ def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any])
         raise ValueError(
             f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are read"
         )
+    known = {*ROPE_NAMES.values(), "rope_type", "type", "rope_theta"}
+    plain = {"partial_rotary_factor": 1.0, "truncate": True}
+    strange = {name: x for name, x in scaling.items() if name not in known and x is not None and plain.get(name) != x}
+    if strange:
+        raise ValueError(f"init_from={str(path)!r} has rotary options that are not read: {strange}")
     base = scaling.get("rope_theta", given.get("rope_theta", 10_000.0))
     options = {ours: scaling[ROPE_NAMES[ours]] for ours in USED[kind] if scaling.get(ROPE_NAMES[ours]) is not None}
     if kind == "yarn":

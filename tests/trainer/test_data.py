@@ -335,7 +335,7 @@ def test_prefetch_survives_sigterm() -> None:
         (Source(kind="text", paths=["nowhere/*.md"]), 64, r"data.sources.x: paths: 'nowhere/\*.md' names no file"),
         (Source(kind="text"), 64, "data.sources.x: paths is empty"),
         (Source(kind="tokens"), 64, "data.sources.x: paths is empty"),
-        (Source(kind="recall", keys=40, values=8), 512, "keys=40, values=8: they need 392 ids, and the tokenizer has 256"),
+        (Source(kind="recall", keys=40, values=8), 512, "keys=40, values=8: they need 392 ids, and the tokenizer has 257"),
         (Source(kind="recall"), 16, "keys=8, facts=0.06, questions=0.25"),
         (Source(kind="passkey"), 100, "make data.length at least"),
     ],

@@ -101,6 +101,17 @@ def test_logits_are_transformers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(logits(load(tmp_path / "theirs")), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3-yarn", "llama-linear", "qwen3"])
+def test_configs_of_older_transformers_are_read(tmp_path: Path, case: str) -> None:
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]  # they had rope_theta, and rope_scaling if there was any
+    assert ("rope_scaling" in config) == (case != "qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert weights.read_config(tmp_path)[2] == gpt.rope
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_any_part_of_a_weight_is_read_alone(tmp_path: Path, case: str) -> None:
     gpt = build(*CASES[case])
@@ -139,6 +150,8 @@ def test_another_shape_is_refused_with_every_difference(tmp_path: Path) -> None:
         ("hidden_act", "relu", "hidden_act='relu'"),
         ("attention_bias", True, "attention_bias=True"),
         ("rope_parameters", {"rope_type": "longrope"}, "type longrope"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, r"not read: {'mscale': 0.7}"),
+        ("layer_types", ["sliding_attention"], "only full_attention"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
