@@ -7,6 +7,7 @@ run directory of its own. Every mistake is a ConfigError: the key, the argument 
 import difflib
 import itertools
 import os
+import re
 import sys
 import typing
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -132,12 +133,12 @@ def sweep(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
-def keys(schema: type = Config, prefix: str = "") -> list[str]:
+def option_names(schema: type = Config, prefix: str = "") -> list[str]:
     """Every option's dotted name."""
     found = []
     for field in fields(schema):
         kind = typing.get_type_hints(schema)[field.name]
-        found += keys(kind, f"{prefix}{field.name}.") if is_dataclass(kind) else [prefix + field.name]
+        found += option_names(kind, f"{prefix}{field.name}.") if is_dataclass(kind) else [prefix + field.name]
     return found
 
 
@@ -252,7 +253,7 @@ def _check_key(override: Override, folders: list[Path]) -> None:
         if value not in available and not (key == "experiment" and override.value() is None):
             raise ConfigError(f"{text}: conf/{key} has no {value}{_nearest(value, available)}\n  {key}= {', '.join(available)}")
         return
-    known = keys()
+    known = option_names()
     if key in known or (key in groups and key != "experiment"):
         return
     raise ConfigError(f"{text}: there is no option {key}{_nearest_key(key, groups)}")
@@ -260,7 +261,7 @@ def _check_key(override: Override, folders: list[Path]) -> None:
 
 def _nearest_key(key: str, groups: list[str]) -> str:
     """Wrong in its group, in its name, or without its group: the last part says more than the whole."""
-    known = keys()
+    known = option_names()
     if key in known:
         return ""
     name = key.rpartition(".")[2]
@@ -281,7 +282,8 @@ def _nearest(word: str, words: list[str]) -> str:
 def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return lines[1] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines[0]
 
 
 def _explain(error: BaseException, overrides: list[str], folders: list[Path]) -> str:
@@ -290,6 +292,7 @@ def _explain(error: BaseException, overrides: list[str], folders: list[Path]) ->
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     key = next((str(e.full_key) for e in reversed(chain) if getattr(e, "full_key", None)), "")
+    key = key or next(iter(re.findall(r"full_key: (\S+)", str(error))), "")
     text = _first_line(error)
     argument = next((o for o in overrides if o.lstrip("+").partition("=")[0] == key), None)
     if argument is None:  # a value of a list or dict that was given whole

@@ -93,10 +93,14 @@ def _start(rank: int, world: int, port: int, output: str, job: Callable[..., Non
 
 def train(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
     """A whole run; `hook(run, …)` may change it before it starts."""
+    train_plain([*TOY, *options], hook, *args)
+
+
+def train_plain(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
     from trainer import compose, loop
     from trainer.run import Run
 
-    run = Run(compose.load([*TOY, *options]))
+    run = Run(compose.load(options))
     if hook is not None:
         hook(run, *args)
     if loop.train(run):

@@ -137,3 +137,15 @@ def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "[2 of 2]" in done.stdout and len(list(tmp_path.glob("*/finished.json"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_far_away_is_recalled_through_the_ring_and_not_without(tmp_path: Path, broken: bool) -> None:
+    """`make train`'s own experiment, and once with a ring that carries nothing. Chance is 1 in 8."""
+    hook = jobs.local_attention if broken else None
+    options = ["experiment=laptop", f"runs={tmp_path}", "name=run", "parallel.device=cpu", "evaluate.sample=0"]
+    assert jobs.run_ranks(2, jobs.train_plain, options, hook, limit=500) == [0, 0]
+    report = json.loads((tmp_path / "run" / "finished.json").read_text())["held_out"]
+    far, chance = report["far/recall"], 1 / 8
+    assert far < 1.2 * chance if broken else far > 3 * chance, far
