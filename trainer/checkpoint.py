@@ -18,7 +18,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,19 +154,21 @@ class Reader:
         full = name if key == "weight" else f"{name}#{key}"
         return self.where[full][full].reshape(-1)[start:stop]
 
-    def check(self, shapes: dict[str, tuple[int, ...]], moments: Callable[[str], tuple[str, ...]]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> None:
         """That this is a checkpoint of such a model and optimizer."""
         found = {name: self.where[name].shape(name) for name in self.names}
         for name, shape in shapes.items():
             if name not in found:
                 raise ValueError(f"{self.folder} has no weight {name}: it is of another model; give the run another name")
-            if found[name] != shape:
-                raise ValueError(f"{self.folder}: {name} is {found[name]} there and {shape} in this run's model")
-            missing = [key for key in moments(name) if f"{name}#{key}" not in self.where]
-            if missing and self.position.applied:
-                raise ValueError(f"{self.folder} was made with another optimizer: {name} has no {missing[0]}; keep optim.kind")
+            if found[name] != tuple(shape):
+                raise ValueError(f"{self.folder}: {name} is {found[name]} there and {tuple(shape)} in this run's model")
         if extra := set(found) - set(shapes):
-            raise ValueError(f"{self.folder} has a weight {min(extra)} that this run's model has not")
+            raise ValueError(f"{self.folder} has a weight {min(extra)}, which this run's model has not")
+        moments = {name.partition("#")[2] for name in self.where} - {""}
+        if self.position.applied and (("momentum_buffer" in moments) != (optimizer == "muon")):
+            raise ValueError(
+                f"{self.folder} was made with another optimizer than optim.kind={optimizer}: keep it, or start afresh"
+            )
 
     def restore_random(self) -> None:
         state = self.state["random"]

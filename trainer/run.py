@@ -60,6 +60,8 @@ class Run:
             skeleton = GPT(self.model_config, config.rope, self.attention, seed=None)
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
         source = self._source()
+        if source:
+            source.check(self._shapes, config.optim.kind)
         values = source.values if source else self._fresh if not config.init_from else self._converted()
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
@@ -236,9 +238,6 @@ class Run:
 
     def _describe(self, source: checkpoint.Reader | None) -> None:
         config, mesh = self.config, self.ranks.mesh
-        if source:
-            moments = self.engine.moments
-            source.check({name: self.engine.shape(name) for name in self.engine.names}, moments)
         numbers = cost.parameters(self.model_config)
         how = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
         self.tracker.say(

@@ -1,18 +1,24 @@
 """What forked ranks run for the tests, and how they are started: one process imports everything once and forks them all."""
 
+import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 TOY = [
+    "data=text", f"data.sources.text.paths=[{ROOT}/kernels/*.py]", "data.sources.recall.kind=recall",
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.mlp_dim=48", "model.head_dim=16",
-    "data.length=150", "data.batch=8", "parallel.device=cpu", "parallel.timeout=60", "debug.watchdog=0", "evaluate.sample=0",
+    "data.length=150", "data.batch=4", "data.micro_batch=2", "parallel.device=cpu", "parallel.timeout=60", "debug.watchdog=0", "evaluate.sample=0",
     "evaluate.batches=1", "tracking.log_every=1", "schedule.warmup=0", "optim.lr=3e-3",
 ]  # fmt: skip
 
@@ -23,12 +29,31 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["trainer.run", "trainer.loop", "deepspeed"])
 
 
+def free_port() -> int:
+    """Below the range from which outgoing connections take theirs, so that none takes it in between."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+
+
+said = ""  # by the ranks of the last call, on stdout and stderr
+
+
 def run_ranks(world: int, job: Callable[..., None], *args: Any, limit: float = 240) -> list[int | None]:
     """The exit codes. As under torchrun, the others are ended as soon as one has failed."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    ranks = [context.Process(target=_start, args=(rank, world, port, job, args)) for rank in range(world)]
+    global said
+    with tempfile.NamedTemporaryFile("r") as output:
+        codes = _run_ranks(world, output.name, job, args, limit)
+        said = output.read()
+        print(said)  # pytest shows it when a test fails
+        return codes
+
+
+def _run_ranks(world: int, output: str, job: Callable[..., None], args: tuple[Any, ...], limit: float) -> list[int | None]:
+    port = free_port()
+    ranks = [context.Process(target=_start, args=(rank, world, port, output, job, args)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     until = time.monotonic() + limit
@@ -44,15 +69,26 @@ def run_ranks(world: int, job: Callable[..., None], *args: Any, limit: float = 2
     return [rank.exitcode for rank in ranks]
 
 
-def _start(rank: int, world: int, port: int, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _start(rank: int, world: int, port: int, output: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in names.items()})
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     import torch
 
     torch.set_num_threads(1)
-    job(*args)
+    code = 0
+    try:
+        job(*args)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait for a dead rank would keep it
 
 
 def train(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
