@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOY = [
     "data=text", f"data.sources.text.paths=[{ROOT}/kernels/*.py]", "data.sources.recall.kind=recall",
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.mlp_dim=48", "model.head_dim=16",
-    "data.length=150", "data.batch=4", "data.micro_batch=2", "parallel.device=cpu", "parallel.timeout=60", "debug.watchdog=0", "evaluate.sample=0",
+    "data.length=150", "data.batch=4", "data.micro_batch=2", "parallel.device=cpu", "parallel.timeout=60",
+    "debug.watchdog=0", "evaluate.sample=0",
     "evaluate.batches=1", "tracking.log_every=1", "schedule.warmup=0", "optim.lr=3e-3",
 ]  # fmt: skip
 
