@@ -227,13 +227,12 @@ def report(config: Config) -> tuple[str, bool]:
         "",
         "memory of a rank, GiB",
     ]
-    rows = [(name, size, "") for name, size in found.always.items()]
-    largest = max(found.passing, key=lambda name: found.passing[name])
-    rows += [(name, size, "" if name == largest else "not at the same time") for name, size in found.passing.items()]
+    there = found.moments[found.highest]
+    rows = [(name, size, "" if name in there else "not at the peak") for name, size in found.terms.items()]
     lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
     fits = found.peak <= (1 - RESERVE) * target.memory
     room = f"of {target.memory / GIB:.0f}, of which {RESERVE:.0%} is left to the driver, NCCL and gaps"
-    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  {room}: {'it fits' if fits else 'IT DOES NOT FIT'}"]
+    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {'it fits' if fits else 'IT DOES NOT FIT'}"]
     most = longest(config, world, target.memory, target.gpu)
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
     if not fits:

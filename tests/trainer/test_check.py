@@ -23,22 +23,33 @@ def planned(*overrides: str, gpus: int = 4) -> Config:
 
 def test_terms_that_a_hand_can_count() -> None:
     P = 8_030_261_248
-    found = footprint(planned(), 4).always
+    found = footprint(planned(), 4).terms
     assert found["optimizer"] == 12 * P / 4 and found["gradients"] == 4 * P / 4
     assert found["checkpoints"] == 32 * (65536 * 4096 * 2 * 2 + 65536 * 32 * 4)  # inputs, out and lse of 32 layers
-    assert footprint(planned("engine.activations=full"), 4).always["checkpoints"] == 32 * 65536 * 4096 * 2
-    zero1 = footprint(planned("engine.zero=1"), 4).always
+    assert footprint(planned("engine.activations=full"), 4).terms["checkpoints"] == 32 * 65536 * 4096 * 2
+    zero1 = footprint(planned("engine.zero=1"), 4).terms
     assert zero1["weights"] == 2 * P and zero1["gradients"] == 4 * P and zero1["optimizer"] == 3 * P
-    zero0 = footprint(planned("engine.zero=0"), 4).always
+    zero0 = footprint(planned("engine.zero=0"), 4).terms
     assert zero0["weights"] == 6 * P and zero0["optimizer"] == 8 * P
-    assert footprint(planned("engine.offload_optimizer=true"), 4).always["optimizer"] == 0
+    assert footprint(planned("engine.offload_optimizer=true"), 4).terms["optimizer"] == 0
+
+
+def test_gradients_come_as_checkpoints_go_unless_they_were_there_before() -> None:
+    def there(*overrides: str) -> dict[str, list[str]]:
+        return footprint(planned("engine.zero=1", *overrides), 4).moments
+
+    first, last = "the first layer that goes backward", "the last layer that goes backward"
+    assert "gradients" not in there()[first] and "checkpoints" not in there()[last]
+    assert "gradients" in there("data.batch=2")[first] and "gradients" in there("engine.zero=3")[first]
+    found = footprint(planned("engine.zero=1"), 4)
+    assert found.peak == max(sum(found.terms[name] for name in names) for names in found.moments.values())
 
 
 @pytest.mark.parametrize(
     ("less", "more"),
     [
         (["engine.zero=3"], ["engine.zero=2"]),
-        (["engine.zero=2"], ["engine.zero=1"]),
+        (["engine.zero=2", "data.batch=2"], ["engine.zero=1", "data.batch=2"]),
         (["engine.zero=1"], ["engine.zero=0"]),
         (["engine.activations=full"], ["engine.activations=attention"]),
         (["engine.activations=attention"], ["engine.activations=none"]),
@@ -83,7 +94,7 @@ def test_checkpoints_are_what_autograd_keeps() -> None:
             tokens = torch.zeros(1, 256, dtype=torch.int64)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 out = model.hidden(tokens, torch.arange(256)[None])
-            kept[activations, layers] = sum(held.values()), footprint(config, 1, gpu=False).always["checkpoints"]
+            kept[activations, layers] = sum(held.values()), footprint(config, 1, gpu=False).terms["checkpoints"]
             del out
     ours = {a: kept[a, 2][1] - kept[a, 1][1] for a in ("full", "none")}
     torchs = {a: kept[a, 2][0] - kept[a, 1][0] for a in ("full", "none")}

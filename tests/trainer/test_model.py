@@ -216,6 +216,7 @@ def test_dropout_depends_on_seeds_alone_and_only_while_training() -> None:
     assert model(*batch)[0] == build()(*batch)[0] == model(*batch, torch.tensor([1]))[0]
 
 
+@pytest.mark.slow
 def test_layers_compile_to_one_graph_each_and_lengths_do_not_recompile() -> None:
     torch._dynamo.reset()
     plain, compiled = (build(windows=[8, 0], sinks=True, qk_norm=True, layers=4) for _ in range(2))
