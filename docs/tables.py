@@ -71,6 +71,25 @@ def tiles(result: Result) -> str:
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 
+def ring(result: Result) -> str:
+    """TFLOP/s per rank forward and backward together, and the share of the kernel alone; a row a setting."""
+    rows = {(row["setting"], row["name"]): row for row in result["rows"]}
+    measured = {row["name"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
+    lines = [f"| TFLOP/s per GPU on {result['ranks']}, share of alone | " + " | ".join(measured.values()) + " |"]
+    lines.append("|---" * (len(measured) + 1) + "|")
+    for setting in result["settings"]:
+        cells = []
+        for name in measured:
+            row = rows.get((setting["name"], name), {"status": "skipped"})
+            if row["status"] == "ok":
+                share = f" ({row['both_share']:.1%})" if "both_share" in row and name != "alone" else ""
+                cells.append(_number(row["both_tflops"]) + share)
+            else:
+                cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
+        lines.append(f"| {setting['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + _origin(result)
+
+
 def _number(value: float) -> str:
     """Three digits: 626, 53.7, 0.0342."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -83,7 +102,7 @@ def _origin(result: Result) -> str:
     return f"{result['device']}, {result['dtype']}, {versions}, {result['date']}{commit}: `{result['command']}`"
 
 
-KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles}
+KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles, "ring": ring}
 
 
 def render(name: str, results: Path) -> str:

@@ -55,8 +55,9 @@ def attention(
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
     out, lse = attention_forward(
-        q, k, v, *mask.bounds(q.device), sinks, seed, scale, float(softcap), float(dropout), choose_backend(backend, q, v)
+        q, k, v, *mask.bounds(q.device), sinks, seed, scale, float(softcap), float(dropout), deterministic, backend
     )
     return (out, lse) if return_lse else out
 
@@ -78,6 +79,7 @@ def attention_forward(
     v: Tensor,
     left: int,
     right: int,
+    padded: bool,
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
@@ -86,11 +88,14 @@ def attention_forward(
     scale: float,
     softcap: float,
     dropout: float,
+    deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
+    mask = Mask.from_bounds(Bounds(left, right, padded, starts, ends, prefix))
     carry = None if sinks is None else sink_carry(sinks, q)
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    options: dict[str, Any] = dict(
+        scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
+    )
     return block_forward(q, k, v, mask, carry=carry, **options)
 
 
@@ -112,6 +117,7 @@ def attention_backward(
     lse: Tensor,
     left: int,
     right: int,
+    padded: bool,
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
@@ -120,12 +126,15 @@ def attention_backward(
     scale: float,
     softcap: float,
     dropout: float,
+    deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
-    mask = Mask.from_bounds(Bounds(left, right, starts, ends, prefix))
+    mask = Mask.from_bounds(Bounds(left, right, padded, starts, ends, prefix))
     delta = output_delta(dout, out, dlse, backend=backend)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    options: dict[str, Any] = dict(
+        scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
+    )
     block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
 
@@ -135,7 +144,7 @@ def _(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = rest[5]
+    sinks = rest[6]
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
@@ -151,7 +160,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.left, ctx.right, starts, ends, prefix, sinks, seed, *ctx.options = inputs
+    q, k, v, ctx.left, ctx.right, ctx.padded, starts, ends, prefix, sinks, seed, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, starts, ends, prefix, sinks, seed)
     ctx.set_materialize_grads(False)
 
@@ -159,9 +168,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, starts, ends, prefix, sinks, seed = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    mask = ctx.left, ctx.right, starts, ends, prefix
+    mask = ctx.left, ctx.right, ctx.padded, starts, ends, prefix
     dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *mask, sinks, seed, *ctx.options)
-    return dq, dk, dv, *[None] * 5, None if sinks is None else dsinks, *[None] * 5
+    return dq, dk, dv, *[None] * 6, None if sinks is None else dsinks, *[None] * 6
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_save)

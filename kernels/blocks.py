@@ -21,31 +21,44 @@ import torch
 from torch import Tensor
 
 from .checks import check_block, check_columns, check_like, check_mask, check_options, check_qkv
-from .compat import triton_runs_on
+from .compat import chip, triton_runs_on
 from .mask import Mask
 from .reference import Carry, accumulation_dtype
 from .segments import Segment, check_segments, whole
 
-BACKENDS = ("reference", "chunked", "triton")
+BACKENDS = ("reference", "chunked", "triton", "hopper")
 MODULES = {
     "reference": ("reference", "reference"),
     "chunked": ("chunked", "chunked"),
     "triton": ("triton_forward", "triton_backward"),
+    "hopper": ("hopper_forward", "hopper_backward"),
 }
 
 
-def choose_backend(name: str, q: Tensor, v: Tensor) -> str:
+def choose_backend(
+    name: str,
+    q: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+) -> str:
     """The backend that runs, or a ValueError that says why the named one cannot."""
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
-    obstacle = _triton_obstacle(q, v)
-    if name == "triton" and obstacle:
-        raise ValueError(f"backend='triton' {obstacle}: use backend='chunked', or 'auto' to let the inputs decide")
+    obstacles = {"triton": _triton_obstacle(q, v)}
+    obstacles["hopper"] = obstacles["triton"] or _hopper_obstacle(q, scale, dropout)
+    if obstacle := obstacles.get(name):
+        instead = "chunked" if obstacles["triton"] else "triton"
+        raise ValueError(f"backend={name!r} {obstacle}: use backend={instead!r}, or 'auto' to let the inputs decide")
     if name != "auto":
         return name
-    if q.device.type == "cuda" and not obstacle:
-        return _say("triton", f"{q.device.type} and {q.dtype} are what the portable kernels take")
-    return _say("chunked", f"triton {obstacle}" if obstacle else "on a CPU Triton is an interpreter, for tests only")
+    if obstacles["triton"] is None and q.device.type != "cpu":
+        if obstacles["hopper"] is None:
+            return _say("hopper", "its kernels take these inputs")
+        return _say("triton", f"hopper {obstacles['hopper']}")
+    reason = obstacles["triton"]
+    return _say("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
 
 
 def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
@@ -55,6 +68,16 @@ def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
         return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
     widest = max(q.shape[-1], v.shape[-1])
     return f"takes head dims up to 256, not {widest}" if widest > 256 else None
+
+
+def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
+    if q.device.type == "cpu" or chip(q.device) != "sm_90":
+        return "needs an sm_90 GPU (H100, H200)"
+    if q.dtype == torch.float32:
+        return "multiplies bf16 and fp16 only"
+    if dropout:
+        return "has no registers left for dropout"
+    return f"takes scales above 0, not {scale}" if scale <= 0 else None
 
 
 def _say(backend: str, reason: str) -> str:
@@ -101,7 +124,7 @@ def block_forward(
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
     check_block(q, v, mask, carry, last, into)
     options = block_options(q, scale, softcap, dropout, seed)
-    run = _module(choose_backend(backend, q, v), backward=False)
+    run = _module(choose_backend(backend, q, v, scale=options["scale"], dropout=dropout), backward=False)
     with _own_precision(q):
         return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
 
@@ -110,7 +133,7 @@ def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None, *, backe
     """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out."""
     if dout.ndim != 4 or dout.shape != out.shape:
         raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree and be (B, S, Hq, Dv)")
-    if choose_backend(backend, out, out) == "triton":
+    if choose_backend(backend, out, out) in ("triton", "hopper"):
         delta = _module("triton", backward=True).output_delta(dout, out)
     else:
         acc = accumulation_dtype(out.dtype)
@@ -142,12 +165,13 @@ def block_backward(
     seed: int | Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
-    accumulate: bool = True,
+    accumulate: bool | str = True,
 ) -> None:
     """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
 
-    With accumulate=False it overwrites them, and they may have the inputs' dtype. Every backend's sums have a fixed order,
-    so `deterministic` is always true here.
+    With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
+    dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. Every backend's sums have a
+    fixed order, so `deterministic` is always true here.
     """
     check_qkv(q, k, v)
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
@@ -163,7 +187,16 @@ def block_backward(
         check_columns(name, grad)
         if accumulate and grad.dtype != acc:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
-    run = _module(choose_backend(backend, q, v), backward=True)
+    if accumulate not in (True, False, "dq"):
+        raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
+    chosen = choose_backend(backend, q, v, scale=options["scale"], dropout=dropout)
+    if chosen == "hopper" and deterministic:
+        chosen = _say("triton", "hopper adds up dq in no fixed order, and deterministic=True asks for one")
+    run = _module(chosen, backward=True)
+    if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
+        dk.zero_()
+        dv.zero_()
+        accumulate = True
     with _own_precision(q):
         run.block_backward(
             dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options

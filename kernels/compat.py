@@ -11,7 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Gluon changed names in 3.8 (loads and stores) and 3.7 (barrier); TMA additions have a function from 3.8 on.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        """Adds a tile in shared memory to what the descriptor describes; complete after tma.store_wait."""
+        place = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
+
 
 if TYPE_CHECKING:
     from .triton_common import Launch

@@ -24,10 +24,11 @@ SENTINEL = -1  # "no left" or "no right" in Bounds
 
 
 class Bounds(NamedTuple):
-    """A mask as custom ops and kernels take it: two ints and three small tensors, on the device of q."""
+    """A mask as custom ops and kernels take it: three numbers and three small tensors, on the device of q."""
 
     left: int  # SENTINEL: unbounded
     right: int  # SENTINEL: unbounded; 0 when causal
+    padded: bool  # whether ids may be negative; ids on a GPU may, for nobody waits there to look
     starts: Tensor | None  # int32 (S,) or (B, S): first position of each position's document
     ends: Tensor | None  # int32, last position; starts - 1 for padding
     prefix: Tensor | None  # int32 (1,) or (B,)
@@ -56,7 +57,8 @@ class Mask:
         self.documents = None if documents is None else _documents(documents)
         self.prefix = None if prefix is None else _prefix(prefix)
         starts, ends = (None, None) if self.documents is None else _runs(self.documents)
-        self._bounds = Bounds(left, right, starts, ends, self.prefix)
+        padded = self.documents is not None and _may_be_negative(self.documents)
+        self._bounds = Bounds(left, right, padded, starts, ends, self.prefix)
         self._elsewhere: dict[torch.device, Bounds] = {}
 
     @classmethod
@@ -77,11 +79,11 @@ class Mask:
     def bounds(self, device: torch.device | str = "cpu") -> Bounds:
         """The mask's numbers on a device, moved there once and without waiting for it."""
         device = torch.device(device)
-        tensors = [t for t in self._bounds[2:] if t is not None]
+        tensors = [t for t in self._bounds[3:] if t is not None]
         if all(t.device == device for t in tensors):
             return self._bounds
         if device not in self._elsewhere:
-            self._elsewhere[device] = Bounds(*self._bounds[:2], *(_send(t, device) for t in self._bounds[2:]))
+            self._elsewhere[device] = Bounds(*self._bounds[:3], *(_send(t, device) for t in self._bounds[3:]))
         return self._elsewhere[device]
 
     @classmethod
@@ -96,10 +98,15 @@ class Mask:
 
         Documents and prefixes that were given on another device only mask there; window and causality still choose.
         """
-        left, right, *tensors = self._bounds
+        left, right, padded, *tensors = self._bounds
         if all(t is None or t.device.type == "cpu" for t in tensors):
             return self
-        return Mask.from_bounds(Bounds(left, right if tensors[2] is None else SENTINEL, None, None, None))
+        return Mask.from_bounds(Bounds(left, right if tensors[2] is None else SENTINEL, padded, None, None, None))
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some position may see nothing and be seen by nothing; on a GPU nobody waits to look, so there it may."""
+        return self._bounds.padded
 
     @property
     def length(self) -> int | None:
@@ -120,7 +127,7 @@ class Mask:
 
     def interval(self, positions: Tensor, num_keys: int | None = None) -> tuple[Tensor, Tensor]:
         """lo and hi (int64) of queries at these positions: (n,), or (B, n) if documents or prefix differ within a batch."""
-        left, right, starts, ends, prefix = self.bounds(positions.device)
+        left, right, _, starts, ends, prefix = self.bounds(positions.device)
         p = positions.to(torch.int64)
         first, last = _document(p, starts, ends)
         lo = first.clamp(min=0) if left == SENTINEL else torch.maximum(first, p - left).clamp(min=0)
@@ -179,6 +186,10 @@ def _prefix(prefix: int | Tensor) -> Tensor:
     if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
         raise ValueError(f"prefix={prefix!r} must be an int >= 0 or a tensor of shape (B,)")
     return torch.tensor([min(prefix, POSITION_LIMIT)], dtype=torch.int32)
+
+
+def _may_be_negative(ids: Tensor) -> bool:
+    return torch.compiler.is_compiling() or ids.device.type != "cpu" or bool((ids < 0).any())
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ seven products instead of the five of a single pass, but nothing is added by ato
 dq needs no fp32 buffer that every tile of keys reads and writes again. Masks are intervals both ways (mask.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -240,6 +240,9 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
+ADDS_DQ_ALONE = True  # accumulate="dq" is a choice of each kernel
+
+
 def block_backward(
     dout: Tensor,
     q: Tensor,
@@ -259,7 +262,7 @@ def block_backward(
     softcap: float = 0.0,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-    accumulate: bool = True,
+    accumulate: bool | str = True,
 ) -> None:
     dout, q, k, v = (aligned(x) for x in (dout, q, k, v))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
@@ -286,22 +289,23 @@ def backward_launches(
     dk: Tensor,
     dv: Tensor,
     options: dict[str, Any],
-    accumulate: bool,
+    accumulate: bool | str,
+    launches: Callable[..., Iterator[Launch]] | None = None,
 ) -> Iterator[Launch]:
     """Two launches; for lists of more segments than a kernel takes, two for each pair of runs, added up in fp32."""
     q_runs, k_runs = ascending_runs(q_at), ascending_runs(k_at)
     whole = num_rows(q_at) == q.shape[1] and num_rows(k_at) == k.shape[1]
     single = len(q_runs) == len(k_runs) == 1 and whole
-    if not accumulate and not single:  # overwrite once, then add
-        for total in (dq, dk, dv):
+    if accumulate is not True and not single:  # overwrite once, then add
+        for total in (dk, dv) if accumulate == "dq" else (dq, dk, dv):
             total.zero_()
     for q_first, q_run in q_runs:
         rows = slice(q_first, q_first + num_rows(q_run))
         for k_first, k_run in k_runs:
             keys = slice(k_first, k_first + num_rows(k_run))
             sliced = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
-            yield from _launches(
-                *sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate or not single
+            yield from (launches or _launches)(
+                *sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate if single else True
             )
 
 
@@ -319,13 +323,15 @@ def _launches(
     dk: Tensor,
     dv: Tensor,
     options: dict[str, Any],
-    add: bool,
+    add: bool | str,
 ) -> Iterator[Launch]:
     batch, q_rows, heads, width = q.shape
     k_rows, kv_heads = k.shape[1:3]
     extras = bool(options["drop"] or options["softcap"])
 
-    def launch(kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, block: int) -> Launch:
+    def launch(
+        kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, block: int, add: bool
+    ) -> Launch:
         tensors = dict(dout=dout, q=q, k=k, v=v, lse=lse, delta=delta) | grads
         arguments = dict(
             **tensors,
@@ -347,6 +353,6 @@ def _launches(
         return Launch(kernel, (-(-rows // block) * batch * heads,), arguments)
 
     tiles = tiles_for("dq", q, v, extras)
-    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"])
+    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"], add is not False)
     tiles = tiles_for("dkdv", q, v, extras)
-    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"])
+    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"], add is True)

@@ -214,7 +214,7 @@ class Launch:
 
     def __call__(self) -> None:
         if 0 not in self.grid:
-            with on_device_of(self.arguments["q"]):
+            with on_device_of(self.arguments["lse"]):
                 self.kernel[self.grid](**self.arguments)
 
 
@@ -229,7 +229,7 @@ def at_argument(segments: list[Segment]) -> tuple[int | None, ...]:
 
 
 def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None, ...]:
-    left, right, starts, ends, prefix = mask.bounds(device)
+    left, right, _, starts, ends, prefix = mask.bounds(device)
     return (
         None if left == SENTINEL else left,
         None if right == SENTINEL else right,

@@ -6,7 +6,7 @@ splits come first, in a loop of their own; the tiles seen whole follow without a
 most under a causal mask, start first so that the grid's tail is short.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -188,8 +188,10 @@ def forward_launches(
     out: Tensor,
     lse: Tensor,
     options: dict[str, Any],
+    launch: Callable[..., Launch] | None = None,
 ) -> Iterator[Launch]:
     """One launch, unless a list has more segments than a kernel takes: then queries split and keys carry on."""
+    launch = launch or _launch
     n = num_rows(q_at)
     carry_out, carry_lse = carry or (None, None)
     if n < q.shape[1]:
@@ -209,7 +211,7 @@ def forward_launches(
             target = out[:, rows], lse[:, :, rows]
             if index < len(key_runs) - 1 and out.dtype != lse.dtype:  # more keys follow: carry in fp32
                 target = torch.empty_like(target[0], dtype=lse.dtype), target[1]
-            yield _launch(q[:, rows], k[:, keys], v[:, keys], mask, q_run, k_run, so_far, *target, options)
+            yield launch(q[:, rows], k[:, keys], v[:, keys], mask, q_run, k_run, so_far, *target, options)
             so_far = target
 
 

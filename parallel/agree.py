@@ -7,44 +7,46 @@ would otherwise wait for it.
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import progress
 from .groups import by_name, timeout_of
 
 FIRST = 3
-_calls: Counter[str] = Counter()
+_calls: Counter[tuple[str, int]] = Counter()
 Description = dict[str, Any]
 
 
-def agree(name: str, device: torch.device, mine: Description, tensors: dict[str, Tensor | None]) -> None:
-    """A ValueError on every rank if any rank's description differs. Small tensors are read only if it is to be checked."""
-    if not _due(name):
+def agree(name: str, device: torch.device, describe: Callable[[], Description], first: int = FIRST) -> None:
+    """A ValueError on every rank if any rank's description differs. It is made only when it is to be compared."""
+    if not _due(name, first):
         return
-    mine = mine | {key: x if x is None else x.tolist() for key, x in tensors.items()}
+    mine = describe()
     ranks, answers = _exchange(name, device, mine, None)
+    given: list[Description] = []
     for rank, (answer, trouble) in zip(ranks, answers, strict=True):
         if answer is None:
             raise ValueError(f"rank {rank} refused its arguments: {trouble}")
-    differing = [key for key in mine if any(answer[key] != mine[key] for answer, _ in answers)]
+        given.append(answer)
+    differing = [key for key in mine if any(answer[key] != mine[key] for answer in given)]
     if differing:
-        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer, _ in answers]) for key in differing))
+        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer in given]) for key in differing))
 
 
-def refuse(name: str, device: torch.device, error: ValueError) -> None:
+def refuse(name: str, device: torch.device, error: ValueError, first: int = FIRST) -> None:
     """Tells the others why this rank will not call, if they are listening. The caller raises."""
-    if _due(name):
+    if _due(name, first):
         _exchange(name, device, None, str(error))
 
 
-def _due(name: str) -> bool:
-    _calls[name] += 1
+def _due(name: str, first: int) -> bool:
+    _calls[name, first] += 1  # each kind of call has its own count
     step = progress.training_step()
-    early = _calls[name] <= FIRST or (step is not None and step < FIRST)
+    early = _calls[name, first] <= first or (step is not None and step < FIRST)
     return early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 

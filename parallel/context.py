@@ -16,10 +16,11 @@ from kernels import Mask, attention
 from kernels.attention import cast_for_autocast
 from kernels.checks import check_qkv, check_sinks
 
+from .agree import refuse
 from .layout import Layout
 from .mesh import Mesh
 from .op import ring_attention
-from .ulysses import check_heads, repeat_heads, to_heads, to_tokens
+from .ulysses import EXCHANGES, check_heads, repeat_heads, to_heads, to_tokens
 
 
 def context_attention(
@@ -58,19 +59,25 @@ def context_attention(
         return ring_attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
 
     q, k, v = cast_for_autocast(q, k, v)
-    check_qkv(q, k, v)
-    check_heads(q.shape[2], ulysses)
-    if q.shape[1] != layout.local_length:
-        raise ValueError(f"q has {q.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: use layout.shard")
+    assert mesh.ulysses_group is not None and mesh.context_group is not None
+    try:
+        check_qkv(q, k, v)
+        check_heads(q.shape[2], ulysses)
+        if q.shape[1] != layout.local_length:
+            raise ValueError(f"q has {q.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: use layout.shard")
+        if sinks is not None:
+            check_sinks(q, sinks)
+    except ValueError as error:
+        if isinstance(q, Tensor):
+            refuse(mesh.context_group.group_name, q.device, error, EXCHANGES)
+        raise
     heads = q.shape[2] // ulysses
     head_start = heads * mesh.ulysses_rank
-    if sinks is not None:
-        check_sinks(q, sinks)
-        sinks = sinks[head_start : head_start + heads]
-    assert mesh.ulysses_group is not None
-    trip = ulysses, mesh.ulysses_group.group_name
+    sinks = None if sinks is None else sinks[head_start : head_start + heads]
+    options |= dict(head_start=head_start, among=mesh.context_group)
+    trip = ulysses, mesh.ulysses_group.group_name, mesh.context_group.group_name
     q, k, v = to_heads(q, *trip), to_heads(repeat_heads(k, ulysses), *trip), to_heads(repeat_heads(v, ulysses), *trip)
-    out, lse = ring_attention(q, k, v, mask, sinks=sinks, return_lse=True, head_start=head_start, **options)
+    out, lse = ring_attention(q, k, v, mask, sinks=sinks, return_lse=True, **options)
     out = to_tokens(out, *trip)
     if not return_lse:
         return out

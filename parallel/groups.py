@@ -4,6 +4,7 @@ dK and dV travel on a communicator of their own, because messages of one communi
 queued before the next K/V would put its whole journey between two kernels.
 """
 
+import socket
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _pairs: dict[str, Pair] = {}
 
 
 def by_name(name: str) -> ProcessGroup:
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def register_sibling(group: ProcessGroup, sibling: ProcessGroup) -> None:
@@ -38,7 +39,7 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
     """Both groups, ready for messages between any two ranks. The first call is a collective of the group."""
     name = group.group_name
     if name not in _pairs or _pairs[name].group is not group:
-        sibling = _siblings.get(name) or _new_sibling(group)
+        sibling = _siblings.get(name) or _new_sibling(group, device)
         hosts: list[str | None] = [None] * group.size()
         dist.all_gather_object(hosts, _host(), group=group)
         # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
@@ -47,13 +48,14 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
     return _pairs[name]
 
 
-def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
+    device = group._device_types[0] if device is None else device
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", timedelta(minutes=10))
 
 
-def _new_sibling(group: ProcessGroup) -> ProcessGroup:
-    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, torch.device(_device_type(group)))
+def _new_sibling(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, device)
     if len(ranks) == dist.get_world_size():
         return dist.new_group(ranks, timeout=limit)
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
@@ -62,16 +64,10 @@ def _new_sibling(group: ProcessGroup) -> ProcessGroup:
     return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
 
 
-def _device_type(group: ProcessGroup) -> str:
-    return "cpu" if dist.get_backend(group) == "gloo" else "cuda"
-
-
 def _host() -> str:
     """The machine, even where containers share a name: its boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
     except OSError:
-        import socket
-
         return socket.gethostname()

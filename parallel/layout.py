@@ -162,4 +162,4 @@ def _round_up(n: int, multiple: int) -> int:
 
 def _device(mask: Mask) -> torch.device:
     """Where the mask's tensors are: asking it about positions elsewhere would move them."""
-    return next((t.device for t in mask.bounds()[2:] if t is not None), torch.device("cpu"))
+    return next((t.device for t in mask.bounds()[3:] if t is not None), torch.device("cpu"))

@@ -20,7 +20,7 @@ from .layout import Layout
 class Mesh:
     """Sizes, this process's rank along each, and the groups: `data_group`, `ring_group`, `ulysses_group`, `context_group`.
 
-    `timeout` limits every wait in these groups; without one it is the default of torch.distributed. Without
+    `timeout` limits every wait in these groups; without one it is that of the job's own group. Without
     torch.distributed all sizes are 1 and the groups are None.
     """
 
@@ -41,6 +41,7 @@ class Mesh:
         self.ring_group: ProcessGroup | None = None
         self.ulysses_group: ProcessGroup | None = None
         if dist.is_initialized():
+            self.timeout = self.timeout or groups.timeout_of(dist.distributed_c10d._get_default_group())
             self._build_groups()
 
     @property

@@ -1,8 +1,6 @@
 """The mover for any backend: messages between two ranks, one grouped call a step, straight from each owner."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,45 +8,30 @@ from torch import Tensor
 
 from . import progress
 from .groups import Pair, timeout_of
-from .plan import Piece, Plan
+from .mover import Mover, Transfer, slots
+from .packed import new_packed, pack
+from .plan import Plan
 
 
-@dataclass
-class Transfer:
-    """Something on its way. `wait` makes the current stream, or on the CPU the caller, wait until it is here."""
-
-    finish: Callable[[], object]
-    what: str
-    seconds: float
-    on_gpu: bool
-
-    def wait(self) -> None:
-        self.finish()
-        if self.on_gpu:
-            progress.expect(self.what, self.seconds)
-
-
-class Messages:
+class Messages(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
-        self.pair, self.plan = pair, plan
+        super().__init__(plan)
+        self.pair = pair
         self.seconds = timeout_of(pair.group, device).total_seconds()
         self.published: Tensor | None = None
 
-    def publish(self, packed: Tensor) -> None:
-        self.published = packed
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        self.published = pack(k, v, new_packed(k.shape[1], k, v))
 
     def fetch(self, index: int, into: Tensor) -> Transfer:
-        """The rows of others that this rank uses in a step; and the others get theirs."""
         assert self.published is not None
         gives = [(piece.rank, self.published[piece.rows]) for piece in self.plan.gives[index]]
         return self._exchange(self.pair.group, gives, slots(self.plan.steps[index].pieces, into), "K/V")
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        """Memory for gradients that will go out, shaped as `like` but for the number of rows."""
         return like.new_empty((rows, *like.shape[1:]))
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        """The other way round: gradients of others' rows go out, those of mine come in."""
         gives = slots(self.plan.steps[index].pieces, part)
         return self._exchange(self.pair.gradients, gives, slots(self.plan.gives[index], into), "dK/dV")
 
@@ -78,12 +61,3 @@ class Messages:
                 progress.wait(work.wait, what, self.seconds)
 
         return Transfer(finish, everyone, self.seconds, bool(ops) and ops[0].tensor.is_cuda)
-
-
-def slots(pieces: list[Piece], buffer: Tensor) -> list[tuple[int, Tensor]]:
-    """Each piece's place in a buffer that holds them one after another."""
-    places, row = [], 0
-    for piece in pieces:
-        places.append((piece.rank, buffer[row : row + len(piece)]))
-        row += len(piece)
-    return places

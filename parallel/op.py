@@ -24,9 +24,10 @@ from . import progress
 from .agree import agree, refuse
 from .groups import by_name, pair_of
 from .layout import Layout
+from .mover import Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import TRANSPORTS, Alone, Mover, choose_transport, make_mover
+from .transport import TRANSPORTS, choose_transport, make_mover
 
 
 def ring_attention(
@@ -47,35 +48,40 @@ def ring_attention(
     group: ProcessGroup | None = None,
     transport: str = "auto",
     head_start: int = 0,
+    among: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`kernels.attention` over a sequence that the ranks of a group share; shards in, shards out.
 
     mask.documents are those of the whole sequence, in natural order, on every rank; on the CPU they also say which blocks
     need not travel. Dropout needs a seed, the same on every rank. The gradient of sinks is this rank's part of it: sum it
     over the ranks, as that of any weight. Rows of padding give 0, lse -inf, and no gradient. `head_start` is the index of
-    the first query head among all heads, where a rank has only some. Sums have a fixed order: always deterministic.
+    the first query head among all heads, where a rank has only some; `among` are then all ranks of the sequence, which
+    compare their arguments. `deterministic` is the kernels' choice; what the ring itself adds up has a fixed order.
     """
     group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
     size, rank, name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
+    among = group if among is None else among
+    everyone = among.group_name if among is not None and among.size() > 1 else ""
     mask = Mask() if mask is None else mask
     try:
         q, k, v = cast_for_autocast(q, k, v)
         _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
-        backend = choose_backend(backend, q, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
     except ValueError as error:
-        if size > 1 and isinstance(q, Tensor):
-            refuse(name, q.device, error)
+        if everyone and isinstance(q, Tensor):
+            refuse(everyone, q.device, error)
         raise
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    left, right, *tensors = mask.bounds(q.device)
-    _, known_right, *known = mask.coarse().bounds()
-    numbers = Numbers(left, right, known_right, head_start, layout.length, layout.ranks, layout.multiple, rank)
-    names = " ".join((backend, layout.kind, transport, name))
+    left, right, padded, *tensors = mask.bounds(q.device)
+    _, known_right, _, *known = mask.coarse().bounds()
+    parts = layout.length, layout.ranks, layout.multiple, rank
+    numbers = Numbers(left, right, padded, known_right, head_start, deterministic, *parts)
+    names = " ".join((backend, layout.kind, transport, name, everyone))
     seed = seed if dropout else None
     factors = [scale, float(softcap), float(dropout)]
-    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, list(numbers), factors, names)
+    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, [int(n) for n in numbers], factors, names)
     return (out, lse) if return_lse else out
 
 
@@ -84,8 +90,10 @@ class Numbers(NamedTuple):
 
     left: int
     right: int
+    padded: int
     known_right: int
     head_start: int
+    deterministic: int
     length: int
     ranks: int
     multiple: int
@@ -138,28 +146,35 @@ class Call:
     def __init__(self, what: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
         starts, ends, prefix, known_starts, known_ends, known_prefix, self.sinks, seed, integers, factors, names = given
         n = Numbers(*integers)
-        backend, kind, transport, group = names.split(" ")
+        backend, kind, transport, group, everyone = names.split(" ")
         progress.enter(what)
-        self.mask = Mask.from_bounds(Bounds(n.left, n.right, starts, ends, prefix))
-        known = Mask.from_bounds(Bounds(n.left, n.known_right, known_starts, known_ends, known_prefix))
+        padded = bool(n.padded)
+        self.mask = Mask.from_bounds(Bounds(n.left, n.right, padded, starts, ends, prefix))
+        known = Mask.from_bounds(Bounds(n.left, n.known_right, padded, known_starts, known_ends, known_prefix))
         layout = Layout(kind, n.length, n.ranks, multiple=n.multiple)
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
-        self.options["head_start"] = n.head_start
-        self.mover: Mover = Alone(make_plan(layout, known, n.rank))
-        if n.ranks == 1:
-            return
-        described = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        described |= {"the dtype": str(q.dtype), "the device type": q.device.type, "the layout": str(layout)}
-        described |= {"the mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
-        described |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
-        described |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
-        described |= {"transport": transport}
-        agree(group, q.device, described, dict(seed=seed))
-        pair = pair_of(by_name(group), q.device)
-        transport = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
-        plan = make_plan(layout, known, n.rank, merged=transport == "all_gather")
-        self.mover = make_mover(transport, pair, plan, q.device)
+        self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
+        self.mover: Mover
+
+        def describe() -> dict[str, Any]:
+            """What has to be the same on every rank."""
+            said: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+            said |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout), "transport": transport}
+            said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
+            said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
+            said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+            return said | {"seed": None if seed is None else seed.tolist()}
+
+        if everyone:
+            agree(everyone, q.device, describe)
+        if n.ranks > 1:
+            pair = pair_of(by_name(group), q.device)
+            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
+            plan = make_plan(layout, known, n.rank, merged=moves_by == "all_gather")
+            self.mover = make_mover(moves_by, pair, plan, q.device)
+        else:
+            self.mover = Mover(make_plan(layout, known, n.rank))
 
 
 @torch.library.custom_op("ringspan::ring_forward", mutates_args=())
@@ -177,7 +192,7 @@ def forward_op(
     seed: Tensor | None,
     numbers: list[int],  # Numbers
     factors: list[float],  # scale, softcap, dropout
-    names: str,  # backend, layout, transport, group
+    names: str,  # backend, layout, transport, the ring's group, and that of all ranks of the sequence
 ) -> tuple[Tensor, Tensor]:
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring forward", q, k, v, *given)

@@ -58,7 +58,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int, merged: bool = False) -> Pl
     Only what a mask says on the CPU is used: what is on a device would have to be waited for.
     """
     known = mask.coarse()
-    left, right, starts, ends, prefix = known.bounds()
+    left, right, _, starts, ends, prefix = known.bounds()
     first_keys = None if prefix is None else tuple(prefix.tolist())
     if starts is None or ends is None:
         return _plan(layout, left, right, first_keys, rank, merged)

@@ -83,14 +83,18 @@ class _Watch:
         self.thread: threading.Thread | None = None
 
     def expect(self, text: str, seconds: float) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # a graph's events cannot be asked
         event = torch.cuda.Event()
         event.record()
         self.events.append((event, text, seconds, time.monotonic()))
         if self.thread is None:
-            self.thread = threading.Thread(target=self._look, name="ringspan-progress", daemon=True)
+            device = torch.cuda.current_device()
+            self.thread = threading.Thread(target=self._look, args=(device,), name="ringspan-progress", daemon=True)
             self.thread.start()
 
-    def _look(self) -> None:
+    def _look(self, device: int) -> None:
+        torch.cuda.set_device(device)  # a thread begins on GPU 0, and would open a context there
         moved = time.monotonic()
         while True:
             time.sleep(1)

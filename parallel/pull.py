@@ -13,6 +13,8 @@ Barriers end with an error of the device at the group's time limit. No multicast
 """
 
 import math
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,25 +24,26 @@ from torch import Tensor
 
 from . import progress
 from .groups import Pair, timeout_of
-from .messages import Transfer, slots
+from .mover import Mover, Transfer, slots
+from .packed import new_packed, pack
 from .plan import Piece, Plan
+
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 _pools: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # (group, use) → this rank's symmetric memory, and its handle
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Pull:
+class Pull(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
-        self.pair, self.plan, self.device = pair, plan, device
+        super().__init__(plan)
+        self.pair, self.device = pair, device
         self.seconds = timeout_of(pair.group, device).total_seconds()
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        self.side = _streams[device]
 
-    def publish(self, packed: Tensor) -> None:
-        mine = self._symmetric("kv", len(packed), packed)
+    def publish(self, k: Tensor, v: Tensor) -> None:
+        mine = self._symmetric("kv", k.shape[1], new_packed(0, k, v))
         self._barrier("kv")
-        mine.copy_(packed)
+        pack(k, v, mine)
         self._barrier("kv")
 
     def fetch(self, index: int, into: Tensor) -> Transfer:
@@ -52,22 +55,17 @@ class Pull:
         return self._symmetric(f"part {which}", self.plan.most_keys, like)[:rows]
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        """Nothing is sent: each owner takes its rows out of its readers' parts."""
+        # nothing is sent: each owner takes its rows out of its readers' parts
         self._barrier(f"part {which}")
         pieces = self.plan.gives[index]
         sources = [self._theirs(f"part {which}", piece.rank, piece.at, len(piece), into) for piece in pieces]
         return self._pull(pieces, sources, into, "dK/dV")
 
     def _pull(self, pieces: list[Piece], sources: list[Tensor], into: Tensor, name: str) -> Transfer:
-        main = torch.cuda.current_stream(self.device)
-        self.side.wait_stream(main)  # what `into` was before is used up, and the barrier has passed
-        with torch.cuda.stream(self.side):
-            for (_, place), source in zip(slots(pieces, into), sources, strict=True):
-                place.copy_(source, non_blocking=True)  # both contiguous, so a plain copy: no kernel
-            done = self.side.record_event()
+        places = [place for _, place in slots(pieces, into)]
         ranks = dist.get_process_group_ranks(self.pair.group)
         what = ", ".join(f"{name} from rank {ranks[piece.rank]}" for piece in pieces)
-        return Transfer(lambda: main.wait_event(done), what, self.seconds, bool(pieces))
+        return Transfer(copy_beside(places, sources, self.device), what, self.seconds, into.is_cuda and bool(pieces))
 
     def _symmetric(self, use: str, rows: int, like: Tensor) -> Tensor:
         """This rank's memory of that use, with rows as those of `like`; made by all ranks together when it has to grow."""
@@ -75,7 +73,7 @@ class Pull:
         nbytes = math.prod(shape) * like.element_size()
         key = self.pair.group.group_name, use
         if key not in _pools or _pools[key][0].numel() < nbytes:
-            torch.cuda.synchronize(self.device)  # the old one may still be read here; a rendezvous waits for the others
+            settle(self.device)  # the old one may still be read here; the rendezvous waits until it is nowhere
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
             _pools[key] = memory, symmetric_memory.rendezvous(memory, self.pair.group)
         return _pools[key][0][:nbytes].view(like.dtype).view(shape)
@@ -87,4 +85,27 @@ class Pull:
 
     def _barrier(self, use: str) -> None:
         _pools[self.pair.group.group_name, use][1].barrier(channel=0, timeout_ms=int(self.seconds * 1000))
-        progress.expect(f"all ranks in a barrier over {use}", self.seconds)
+        if self.device.type == "cuda":
+            progress.expect(f"all ranks in a barrier over {use}", self.seconds)
+
+
+def copy_beside(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Callable[[], object]:
+    """Copies on a side stream after what the current one has been given so far; the result makes the latter wait for them."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    side, main = _streams[device], torch.cuda.current_stream(device)
+    side.wait_stream(main)  # what the places held is used up, and the barrier has passed
+    with torch.cuda.stream(side):
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source, non_blocking=True)  # both contiguous, so a plain copy: no kernel
+        done = side.record_event()
+    return lambda: main.wait_event(done)
+
+
+def settle(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+
+
+def pooled_bytes() -> int:
+    """Symmetric memory of this process, which torch's allocator does not count."""
+    return sum(memory.nbytes for memory, _ in _pools.values())

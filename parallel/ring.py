@@ -20,8 +20,10 @@ from kernels import Mask, block_backward, block_forward, output_delta
 from kernels.reference import Carry, accumulation_dtype
 
 from .layout import cut
+from .mover import Mover
+from .packed import new_packed, unpack
 from .plan import Step
-from .transport import Homeward, Mover, travel, unpack
+from .transport import Homeward, travel
 
 
 def ring_forward(
@@ -73,7 +75,7 @@ def ring_backward(
     group = q.shape[2] // k.shape[2]
 
     def block(
-        step: Step, k_block: Tensor, v_block: Tensor, dk: Tensor, dv: Tensor, heads: slice, keys: slice, add: bool = True
+        step: Step, k_block: Tensor, v_block: Tensor, dk: Tensor, dv: Tensor, heads: slice, keys: slice, add: bool | str
     ) -> None:
         """One kernel: all queries of the step, some KV heads, some of its keys."""
         rows, query_heads = step.queries, slice(heads.start * group, heads.stop * group)
@@ -101,29 +103,32 @@ def ring_backward(
         block(mover.plan.steps[0], k, v, dk, dv, all_heads, slice(0, k.shape[1]), add=False)
         return dq, dk, dv, delta
 
-    acc = accumulation_dtype(q.dtype)
+    acc, width, own = accumulation_dtype(q.dtype), k.shape[3], mover.plan.steps[0]
     dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
-    mine = k.new_zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=acc)
+    mine = new_packed(k.shape[1], k, v, acc)
     home = Homeward(mover, mine)
-    own, width = mover.plan.steps[0], k.shape[3]
     first, second = halves(k.shape[2], own.num_keys)
 
-    def own_block(heads: slice, keys: slice) -> None:
-        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys)
+    def own_block(heads: slice, keys: slice, add: bool | str) -> None:
+        block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add)
 
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
-            own_block(*first)
+            own_block(*first, add="dq")
+            for begun in (mine[own.num_keys :], mine[second[1], :, second[0]]):  # what the other half adds to
+                begun.zero_()
             continue
         for heads in home.head_parts():
             part = home.part(index, heads)
             if step.pieces:
-                block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys))
+                block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys), add="dq")
             home.send(index, heads, part)
-    own_block(*second)
+    own_block(*second, add=True)
     home.collect()
-    dk, dv = unpack(mine, width)
-    return dq.to(q.dtype), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), delta
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dk.copy_(unpack(mine, width)[0])
+    dv.copy_(unpack(mine, width)[1])
+    return dq.to(q.dtype), dk, dv, delta
 
 
 def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:

@@ -19,18 +19,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import progress
 from .groups import Pair
-from .messages import Messages, Transfer
+from .messages import Messages
+from .mover import Mover, Transfer
+from .packed import new_packed, unpack
 from .plan import Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull")
-# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit.
+# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. p2p runs everywhere;
+# another takes its place where a result of parallel.bench has it ahead.
 AUTO: dict[str, tuple[tuple[int | None, str], ...]] = {
     "cpu": ((None, "p2p"),),
     "one host": ((None, "p2p"),),
@@ -38,29 +40,6 @@ AUTO: dict[str, tuple[tuple[int | None, str], ...]] = {
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
-
-
-class Mover(Protocol):
-    plan: Plan
-
-    def publish(self, packed: Tensor) -> None:
-        """Shows this rank's K/V, (rows, B, Hkv, D + Dv), to the others."""
-
-    def fetch(self, index: int, into: Tensor) -> Transfer:
-        """The K/V of a step, which others take from this rank at the same time."""
-
-    def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        """Memory for gradients that go out; 0 and 1 in turn, free again when what was given before has been waited for."""
-
-    def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        """Gradients of others' rows go out of `part`; those of mine come into `into`, reader after reader."""
-
-
-class Alone:
-    """For a ring of one rank, where nothing moves."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
 
 
 def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int) -> str:
@@ -86,36 +65,27 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> 
     return Messages(pair, plan, device)
 
 
-def pack(k: Tensor, v: Tensor) -> Tensor:
-    """(rows, B, Hkv, D + Dv): any run of rows is one piece of memory, with K and V in it."""
-    return torch.cat([k, v], -1).transpose(0, 1).contiguous()
-
-
-def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views (B, rows, Hkv, D) and (B, rows, Hkv, Dv)."""
-    rows = packed.transpose(0, 1)
-    return rows[..., :width], rows[..., width:]
-
-
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
     """Each step of the plan with its keys and values. What the next step needs is on its way while this one computes."""
-    steps = mover.plan.steps
+    steps, width = mover.plan.steps, k.shape[-1]
+    own = steps[0].pieces[0].rows
+    block = k[:, own], v[:, own]
     if len(steps) > 1:
-        packed = pack(k, v)
-        mover.publish(packed)
+        mover.publish(k, v)
+        most = max(step.num_keys for step in steps[1:])
+        buffers = [new_packed(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
-        progress.hop(index, len(steps) - 1)
-        if index == 0:
-            rows = step.pieces[0].rows
-            block = k[:, rows], v[:, rows]
+        coming = None
         if index + 1 < len(steps):
-            buffer = packed.new_empty((steps[index + 1].num_keys, *packed.shape[1:]))
+            following = steps[index + 1]
+            buffer = buffers[index % len(buffers)][: following.num_keys]
             coming = mover.fetch(index + 1, buffer)
         yield index, step, *block
-        if index + 1 < len(steps):
+        if coming is not None:
+            progress.hop(index + 1, len(steps) - 1)
             coming.wait()
-            moved["kv"] += bool(steps[index + 1].pieces)
-            block = unpack(buffer, k.shape[-1])
+            moved["kv"] += bool(following.pieces)
+            block = unpack(buffer, width)
 
 
 class Homeward:
@@ -135,9 +105,8 @@ class Homeward:
         return [slice(i * heads // parts, (i + 1) * heads // parts) for i in range(parts)]
 
     def part(self, index: int, heads: slice) -> Tensor:
-        """Zeros for the gradients of a step's keys: (rows, B, heads, D + Dv)."""
-        rows = self.mover.plan.steps[index].num_keys
-        return self.mover.part(self.turn, rows, self.mine[:0, :, heads]).zero_()
+        """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
+        return self.mover.part(self.turn, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
 
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""

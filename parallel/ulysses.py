@@ -3,11 +3,10 @@
     (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of all tokens of the group, for this rank's heads
 
 A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
-heads that do not divide by U are repeated, but only as far as needed: to lcm(Hkv, U), so that each rank gets those its
-query heads use. The exchange is one custom op, whose backward is the exchange the other way.
+heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The
+exchange is one custom op, whose backward is the exchange the other way.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -15,22 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import progress
+from .agree import FIRST, agree
 from .groups import by_name, timeout_of
 
-
-def to_heads(x: Tensor, size: int, group: str) -> Tensor:
-    """This rank's tokens with all heads → all of the group's tokens with this rank's heads."""
-    return exchange_op(x, size, group, True)
+EXCHANGES = 4 * FIRST  # of q, k, v and out: the first calls are compared here too, before anything is sent
 
 
-def to_tokens(x: Tensor, size: int, group: str) -> Tensor:
+def to_heads(x: Tensor, size: int, group: str, among: str) -> Tensor:
+    """This rank's tokens with all heads → all of the group's tokens with this rank's heads. `among`: who compares shapes."""
+    return exchange_op(x, size, group, among, True)
+
+
+def to_tokens(x: Tensor, size: int, group: str, among: str) -> Tensor:
     """The way back."""
-    return exchange_op(x, size, group, False)
+    return exchange_op(x, size, group, among, False)
 
 
 def repeat_heads(x: Tensor, size: int) -> Tensor:
-    heads = x.shape[2]
-    times = math.lcm(heads, size) // heads
+    times = next(n for n in range(1, size + 1) if x.shape[2] * n % size == 0)
     return x if times == 1 else x.repeat_interleave(times, 2)
 
 
@@ -41,7 +42,7 @@ def check_heads(heads: int, size: int) -> None:
 
 
 @torch.library.custom_op("ringspan::exchange_heads", mutates_args=())
-def exchange_op(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
+def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
     progress.enter("ulysses exchange")
     _, rows, heads, _ = x.shape
     if gather:  # the rank to send to comes first
@@ -49,6 +50,7 @@ def exchange_op(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
     else:
         sent = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
+    agree(among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather)}, EXCHANGES)
     everyone = by_name(group)
     seconds = timeout_of(everyone, x.device).total_seconds()
     progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), "all ranks of its group", seconds)
@@ -60,7 +62,7 @@ def exchange_op(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
 
 
 @exchange_op.register_fake
-def _(x: Tensor, size: int, group: str, gather: bool) -> Tensor:
+def _(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
     batch, rows, heads, width = x.shape
     if gather:
         return x.new_empty((batch, rows * size, heads // size, width))
@@ -72,7 +74,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None
+    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None, None
 
 
 exchange_op.register_autograd(_differentiate, setup_context=_save)

@@ -148,6 +148,22 @@ def test_a_block_that_nobody_sees_changes_nothing(backend: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("rows_at", [whole(LENGTH), whole(LENGTH - 9), [(64, 1, 16), (16, 1, 16)]], ids=["all", "tail", "runs"])
+def test_dq_adds_up_alone(rows_at: list, backend: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v, dout = inputs(dtype, device)
+    mask, at = Mask(causal=True), (rows_at, whole(LENGTH))
+    out, lse = block_forward(q, k, v, mask, *at, backend=backend)
+    given = dout, q, k, v, lse, output_delta(dout, out), mask, *at
+    added = [torch.full_like(q, 3.0), torch.zeros_like(k), torch.zeros_like(v)]
+    block_backward(*given, *added, backend=backend)
+    mixed = [torch.full_like(q, 3.0), torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))]
+    block_backward(*given, *mixed, backend=backend, accumulate="dq")
+    assert all(torch.equal(a, b) for a, b in zip(added, mixed, strict=True))
+    with pytest.raises(ValueError, match="accumulate"):
+        block_backward(*given, *mixed, backend=backend, accumulate="dk")
+
+
+@pytest.mark.parametrize("backend, dtype", ENGINES)
 def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: str) -> None:
     q, k, v, _ = inputs(dtype, device)
     before = block_forward(q, k, v, None, last=False, backend=backend)

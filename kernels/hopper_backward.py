@@ -1,0 +1,319 @@
+"""The backward for Hopper (sm_90), in Gluon: one pass with five products, where the portable one makes two passes with seven.
+
+A program keeps 128 keys, 64 of each consumer warpgroup, and streams the queries that see them, over all heads of the group.
+Everything is transposed: scores are (keys, queries), so that weights and their gradients are operands as they stand, from
+registers. dq needs the keys of both consumers: they put dS together in shared memory, each computes its half of the tile's dq,
+and the TMA adds it to an fp32 dq in memory. The order of those additions is no fixed one, so a deterministic backward is the
+portable kernel's.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .compat import tma_add, tma_load
+from .hopper_common import barriers, descriptor, heads_together, nth_tile, wait_free, wait_full, without_padding
+from .hopper_tiles import tiles_for
+from .mask import Mask
+from .segments import Segment, num_rows
+from .triton_backward import backward_launches
+from .triton_common import (
+    LOG2E,
+    Launch,
+    aligned,
+    at_argument,
+    exponents,
+    mask_argument,
+    option_arguments,
+    position,
+    queries_of,
+    row_count,
+    tile_range,
+)
+
+
+@gluon.jit
+def attention_backward(
+    dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """dout, q, k, v and dq are descriptors of (batch, head, row, column)."""
+    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 128, BLOCK_D], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 128, BLOCK_DV], v.layout)
+    q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
+    dout_tile = gl.allocate_shared_memory(dout.dtype, [DOUT_STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout.layout)
+    ds_tile = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    DQ_WIDTH: gl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, DQ_WIDTH], dq.layout)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows = gl.allocate_shared_memory(gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows.store(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0])))
+    kv_full, kv_free = barriers(1, 1, 2)
+    q_full, q_free = barriers(STAGES, 2, 2)  # full: by the TMA and by the statistics
+    dout_full, dout_free = barriers(DOUT_STAGES, 1, 2)
+    ds_full, ds_free = barriers(2, 2, 2)
+    tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows)
+    flags = (kv_full, q_full, q_free, dout_full, dout_free, ds_full)
+
+    index = gl.program_id(0)  # the first keys, which most queries see under a causal mask, first; heads as in the forward
+    first_sequence = index // (num_tiles * together) * together
+    index -= first_sequence * num_tiles
+    num_together = gl.minimum(together, num_sequences - first_sequence)
+    sequence = first_sequence + index % num_together
+    first_key = index // num_together * 128
+    b, kv_head = sequence // num_heads, sequence % num_heads
+    n = row_count(k_at)
+    first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
+    last_lo, last_hi = queries_of(position(gl.minimum(first_key + 128, n) - 1, k_at), mask, b)
+    begin, full, rest, end = tile_range(
+        first_lo, last_lo, first_hi, last_hi, q_at, BLOCK_M, mask[1] is not None or mask[2] is not None
+    )
+    if first_key + 128 > n:  # behind the last key lse has nothing to say: every tile needs the compare
+        full = end
+        rest = end
+    work = (b, kv_head, first_key, begin, full, rest, end)
+    memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
+    options = (mask, q_at, k_at, scale, softcap)
+    gl.warp_specialize([
+        (consume, (tiles, flags, work, memory, options, 0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, DOUT_STAGES, GROUP, ADD)),
+        (consume, (tiles, flags, work, memory, options, 1, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, DOUT_STAGES, GROUP, ADD)),
+        (produce, (dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M, STAGES, DOUT_STAGES, GROUP)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def produce(
+    dout, q, k, v, tiles, flags, work, memory, options,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows = tiles
+    kv_full, q_full, q_free, dout_full, dout_free, ds_full = flags
+    b, kv_head, first_key, begin, full, rest, end = work
+    dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides = memory
+    n = row_count(options[1])
+    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
+    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
+    tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile)
+    num = end - begin
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in range(GROUP * num):
+        h = kv_head * GROUP + i // num
+        row = nth_tile(i % num, begin, full, rest, end) * BLOCK_M
+        at = row + gl.arange(0, BLOCK_M, WARP)
+        lse_row = gl.load(
+            lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
+            mask=at < n, other=float("-inf"),
+        )  # fmt: skip
+        delta_row = gl.load(
+            delta + b.to(gl.int64) * delta_strides[0] + h * delta_strides[1] + at.to(gl.int64) * delta_strides[2],
+            mask=at < n, other=0.0,
+        )  # fmt: skip
+        nothing = lse_row == float("-inf")  # such a row weighs nothing, whatever its delta holds
+        place = wait_free(q_free, i, STAGES)
+        mbarrier.expect(q_full.index(place), q.block_type.nbytes)
+        tma_load(q, [b, h, row, 0], q_full.index(place), q_tile.index(place))
+        dout_place = wait_free(dout_free, i, DOUT_STAGES)
+        mbarrier.expect(dout_full.index(dout_place), dout.block_type.nbytes)
+        tma_load(dout, [b, h, row, 0], dout_full.index(dout_place), dout_tile.index(dout_place))
+        stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E))
+        stats.index(2 * place + 1).store(gl.where(nothing, 0.0, delta_row))
+        mbarrier.arrive(q_full.index(place), count=1)
+
+
+@gluon.jit
+def consume(
+    tiles, flags, work, memory, options, ME: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows = tiles
+    kv_full, q_full, q_free, dout_full, dout_free, ds_full = flags
+    b, kv_head, first_key, begin, full, rest, end = work
+    dq_to, lse, delta, dk_to, dv_to, lse_strides, delta_strides, dk_strides, dv_strides = memory
+    mask, q_at, k_at, scale, softcap = options
+    BY_ROWS: gl.constexpr = BLOCK_M == 128  # a consumer's half of dq: 64 of its rows, else half of its columns
+    DQ_WIDTH: gl.constexpr = BLOCK_D if BY_ROWS else BLOCK_D // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ_WIDTH, 16])
+    KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    k_all = k_tile.reshape([128, BLOCK_D])
+    k_mine = k_all.slice(ME * 64, 64)
+    v_mine = v_tile.reshape([128, BLOCK_DV]).slice(ME * 64, 64)
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, Q_LAYOUT)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
+    dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
+    key = first_key + ME * 64 + gl.arange(0, 64, KEYS)
+    lo, hi = queries_of(position(key, k_at), mask, b)
+    key_ok = key < row_count(k_at)
+    num = end - begin
+    num_split = full - begin + end - rest
+    mbarrier.wait(kv_full.index(0), 0)
+    for i in range(GROUP * num):
+        tile = nth_tile(i % num, begin, full, rest, end)
+        place = wait_full(q_full, i, STAGES)
+        q = q_tile.index(place).reshape([BLOCK_M, BLOCK_D])
+        s = warpgroup_mma(k_mine, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        dout_place = wait_full(dout_full, i, DOUT_STAGES)
+        dout = dout_tile.index(dout_place).reshape([BLOCK_M, BLOCK_DV])
+        dp = warpgroup_mma(v_mine, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        lse_row = stats.index(2 * place).load(QUERIES)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        s, factor = exponents(s, scale, softcap, False)
+        p = gl.exp2(s * factor - lse_row[None, :])
+        if i % num < num_split:
+            p_q = position(tile * BLOCK_M + rows.load(QUERIES), q_at)
+            visible = (p_q[None, :] <= hi[:, None]) & key_ok[:, None]
+            if mask[1] is not None or mask[2] is not None:
+                visible &= p_q[None, :] >= lo[:, None]
+            p = gl.where(visible, p, 0.0)
+        delta_row = stats.index(2 * place + 1).load(QUERIES)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+        dv = warpgroup_mma(weights, dout, dv, is_async=True)
+        ds = p * (dp - delta_row[None, :])
+        if softcap is not None:
+            ds *= 1 - s * s
+        ds = ds.to(q_tile.dtype)
+        ds_mine = ds_tile.index(i % 2).slice(ME * 64, 64)
+        ds_mine.store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(i % 2), count=1)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(dout_free.index(dout_place), count=1)
+        # Two buffers need no barrier for being free: whoever has passed this one for tile i has read tile i - 1.
+        wait_full(ds_full, i, 2)
+        if BY_ROWS:
+            ds_all = ds_tile.index(i % 2).slice(ME * 64, 64, dim=1)
+            dq = warpgroup_mma(ds_all.permute((1, 0)), k_all, no_dq, use_acc=False, is_async=True)
+        else:
+            k_half = k_all.slice(ME * DQ_WIDTH, DQ_WIDTH, dim=1)
+            dq = warpgroup_mma(ds_tile.index(i % 2).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+        mbarrier.arrive(q_free.index(place), count=1)
+        dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
+        tma.store_wait(0)
+        dq_mine = dq_tile.index(ME)
+        dq_mine.reshape([64, DQ_WIDTH]).store(dq)
+        fence_async_shared()
+        row = tile * BLOCK_M
+        if BY_ROWS:
+            tma_add(dq_to, [b, kv_head * GROUP + i // num, row + ME * 64, 0], dq_mine)
+        else:
+            tma_add(dq_to, [b, kv_head * GROUP + i // num, row, ME * DQ_WIDTH], dq_mine)
+    tma.store_wait(0)
+    write(dk * scale, dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
+    write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
+
+
+@gluon.jit
+def write(
+    value, to, strides, b, h, row, row_ok, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr
+):
+    row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < WIDTH)[None, :]
+    at = to + b.to(gl.int64) * strides[0] + h * strides[2] + row[:, None] * strides[1] + column[None, :]
+    if ADD:
+        value += gl.load(at, mask=ok, other=0.0)
+    gl.store(at, value.to(to.dtype.element_ty), mask=ok)
+
+
+ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    head_start: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    accumulate: bool | str = True,
+) -> None:
+    dout, q = (aligned(without_padding(x, mask, q_at)) for x in (dout, q))
+    k, v = aligned(without_padding(k, mask, k_at)), aligned(v)
+    options = option_arguments(head_start, scale, softcap, dropout, seed)
+    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)
+    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate, launches):
+        call()
+    if dq_sum is not dq:
+        dq.copy_(dq_sum)
+
+
+def launches(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: dict[str, Any],
+    add: bool | str,
+) -> Iterator[Launch]:
+    batch, rows, heads, width = q.shape
+    kv_heads, v_width = v.shape[2:]
+    tiles = tiles_for("backward", q, v)
+    block_m, block_d, block_dv = tiles["BLOCK_M"], tiles["BLOCK_D"], tiles["BLOCK_DV"]
+    q_rows, k_rows = num_rows(q_at), num_rows(k_at)
+    tensors = dict(lse=lse, delta=delta, dk=dk, dv=dv)
+    num_tiles = -(-k_rows // 128)
+    arguments = dict(
+        dout=descriptor(dout, q_rows, block_m, block_dv),
+        q=descriptor(q, q_rows, block_m, block_d),
+        k=descriptor(k, k_rows, 128, block_d),
+        v=descriptor(v, k_rows, 128, block_dv),
+        dq=descriptor(dq, q_rows, 64, block_d if block_m == 128 else block_d // 2),
+        **tensors,
+        **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
+        mask=mask_argument(mask, q.device),
+        q_at=at_argument(q_at),
+        k_at=at_argument(k_at),
+        num_tiles=num_tiles,
+        num_sequences=batch * kv_heads,
+        num_heads=kv_heads,
+        together=heads_together(q, dq, q_rows, 1),
+        scale=options["scale"],
+        softcap=options["softcap"],
+        D=width,
+        DV=v_width,
+        GROUP=heads // kv_heads,
+        ADD=add is True,
+        **tiles,
+    )
+    yield Launch(attention_backward, (num_tiles * batch * kv_heads,), arguments)

@@ -1,0 +1,365 @@
+"""The forward for Hopper (sm_90), in Gluon: one warp fetches tiles through the TMA while two or three warpgroups compute.
+
+Promises what the portable forward does, except fp32 and dropout. Each consumer warpgroup owns 64 queries. While the tensor
+cores multiply this tile's weights with v, and the next tile's q with k, its other units work on a softmax: the product of
+scores runs one tile ahead. The grid is as large as the chip and every program walks its share of the query tiles, so the
+next tile's q, k and v arrive while the last one is being written. Programs take tiles heaviest first and turn round after
+each round (0 … 131, 131 … 0, …): under a causal mask no program then ends much later than another.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .compat import tma_load
+from .hopper_common import (
+    WARPGROUP_ROWS,
+    barriers,
+    descriptor,
+    heads_together,
+    nth_tile,
+    num_programs,
+    wait_free,
+    wait_full,
+    without_padding,
+)
+from .hopper_tiles import tiles_for
+from .mask import Mask
+from .reference import Carry, new_outputs
+from .segments import Segment, num_rows
+from .triton_common import (
+    LN2,
+    LOG2E,
+    Launch,
+    aligned,
+    at_argument,
+    exponents,
+    keys_of,
+    mask_argument,
+    option_arguments,
+    position,
+    row_count,
+    tile_range,
+)
+from .triton_forward import forward_launches
+
+
+@gluon.jit
+def attention_forward(
+    q, k, v, out, lse, carry_out, carry_lse, taken, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,
+    DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q, k and v are descriptors of (batch, head, row, column); q's block is one warpgroup's 64 rows."""
+    q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
+    k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # 0 … BLOCK_N - 1 in memory: as constants the compiler would keep them in registers that the loop needs
+    columns = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns.store(gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0])))
+    q_full, q_free = barriers(Q_STAGES, 1, CONSUMERS)
+    kv_full, kv_free = barriers(STAGES, 1, CONSUMERS)
+    next_full, next_free = barriers(2, 1, CONSUMERS)
+    tiles = (q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns)
+    queue = (next_tile, next_full, next_free)
+    work = (mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together)
+    memory = (
+        out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, memory, 2, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
+
+
+@gluon.jit
+def publish(queue, i, index):
+    """Tells the consumers the i-th query tile of this program."""
+    next_tile, next_full, next_free = queue
+    place = wait_free(next_free, i, 2)
+    next_tile.index(place).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_full.index(place), count=1)
+
+
+@gluon.jit
+def receive(queue, i):
+    next_tile, next_full, next_free = queue
+    place = wait_full(next_full, i, 2)
+    index = gl.max(next_tile.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(next_free.index(place), count=1)
+    return index
+
+
+@gluon.jit
+def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together = work
+    # `together` heads at a time, as many as have their keys in the L2 cache; of these, the last queries, which see most
+    # under a causal mask, first, and heads fastest, so that a group's read the same keys at the same time
+    first_sequence = index // (num_tiles * together) * together
+    index -= first_sequence * num_tiles
+    num_together = gl.minimum(together, num_sequences - first_sequence)
+    sequence = first_sequence + index % num_together
+    tile = num_tiles - 1 - index // num_together
+    b, h = sequence // num_heads, sequence % num_heads
+    n = row_count(q_at)
+    HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None
+    first_lo, first_hi = keys_of(position(gl.minimum(tile * ROWS, n - 1), q_at), mask, b)
+    last_lo, last_hi = keys_of(position(gl.minimum(tile * ROWS + ROWS, n) - 1, q_at), mask, b)
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
+    return b, h, tile * ROWS, begin, full, rest, end
+
+
+@gluon.jit
+def produce(
+    q, k, v, tiles, queue, taken, work,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A slot holds what is multiplied at the same time: keys, and the values of the keys before."""
+    q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    total = work[3] * work[4]
+    slots = 0  # so far
+    i = 0
+    index = gl.program_id(0)
+    before_b, before_head, before_key = 0, 0, 0
+    while index < total:
+        publish(queue, i, index)
+        b, h, row, begin, full, rest, end = whereabouts(index, work, CONSUMERS * 64, BLOCK_N)
+        kv_head = h // work[6]
+        for j in range(gl.maximum(end - begin, 1)):
+            key = nth_tile(j, begin, full, rest, end) * BLOCK_N
+            place = wait_free(kv_free, slots, STAGES)
+            if slots == 0:
+                mbarrier.expect(kv_full.index(place), k.block_type.nbytes)
+            else:
+                mbarrier.expect(kv_full.index(place), k.block_type.nbytes + v.block_type.nbytes)
+            tma_load(k, [b, kv_head, key, 0], kv_full.index(place), k_tile.index(place))
+            if slots > 0:
+                tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
+            before_b, before_head, before_key = b, kv_head, key
+            slots += 1
+            if j == 0:  # not earlier: the last query tile is not done before it has these values
+                q_place = wait_free(q_free, i, Q_STAGES)
+                mbarrier.expect(q_full.index(q_place), CONSUMERS * q.block_type.nbytes)
+                for c in gl.static_range(CONSUMERS):
+                    tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_place), q_tile.index(q_place * CONSUMERS + c))
+        index = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        i += 1
+    publish(queue, i, total)
+    place = wait_free(kv_free, slots, STAGES)
+    mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
+    tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
+
+
+@gluon.jit
+def consume(
+    tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together = work
+    (
+        out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap,
+    ) = memory  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    i = 0
+    slots = 0  # so far
+    index = receive(queue, i)
+    q_place = wait_full(q_full, i, Q_STAGES)
+    place = wait_full(kv_full, slots, STAGES)
+    s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(kv_free.index(place), count=1)
+    while index < num_tiles * num_sequences:
+        b, h, first_row, begin, full, rest, end = whereabouts(index, work, CONSUMERS * 64, BLOCK_N)
+        row = first_row + ME * 64 + gl.arange(0, 64, ROWS)
+        lo, hi = keys_of(position(row, q_at), mask, b)
+        m = gl.full([64], float("-inf"), gl.float32, ROWS)
+        total = gl.full([64], 0.0, gl.float32, ROWS)
+        acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
+        q_mine = q_tile.index(q_place * CONSUMERS + ME)
+
+        tile = nth_tile(0, begin, full, rest, end)
+        p, m, total, shrink = softmax(s, m, total, tile, True, lo, hi, mask, k_at, columns, scale, softcap, BLOCK_N)
+        weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
+        slots += 1
+        place = wait_full(kv_full, slots, STAGES)
+        num_split = full - begin + end - rest
+        for j in range(1, end - begin):
+            s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+            acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            tile = nth_tile(j, begin, full, rest, end)
+            p, m, total, shrink = softmax(
+                s, m, total, tile, j < num_split, lo, hi, mask, k_at, columns, scale, softcap, BLOCK_N
+            )
+            slots += 1
+            before = place
+            # Behind the branch that waiting for a slot is, the compiler leaves the next line's wait where it stands;
+            # else it would move it to before the softmax, which is to run while the product with v does.
+            place = wait_full(kv_full, slots, STAGES)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(kv_free.index(before), count=1)
+            acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
+            weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
+        mbarrier.arrive(q_free.index(q_place), count=1)
+        # The last product with v, and already the next query tile's first scores (nobody's, behind the last one).
+        i += 1
+        index = receive(queue, i)
+        if index < num_tiles * num_sequences:
+            wait_full(q_full, i, Q_STAGES)
+        q_place = i % Q_STAGES
+        acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+        s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+
+        row_ok = row < row_count(q_at)
+        before = gl.full([64], float("-inf"), gl.float32, ROWS)
+        column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
+        o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
+        o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
+        if carry_lse is not None:  # joins last, in fp32: see triton_forward.py
+            before = gl.load(
+                carry_lse + b.to(gl.int64) * carry_lse_strides[0] + h * carry_lse_strides[1] + row.to(gl.int64) * carry_lse_strides[2],
+                mask=row_ok, other=float("-inf"),
+            )  # fmt: skip
+            base = before * LOG2E
+            top = gl.maximum(m, base)
+            top_safe = gl.where(top == float("-inf"), 0.0, top)
+            weight = gl.where(base == top_safe, 1.0, gl.exp2(base - top_safe))
+            shrink = gl.exp2(m - top_safe)
+            total = total * shrink + weight
+            acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
+            if carry_out is not None:
+                at = carry_out + b.to(gl.int64) * carry_out_strides[0] + h * carry_out_strides[2]
+                carried = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=o_ok, other=0.0)
+                acc += gl.convert_layout(weight, O_ROWS)[:, None] * carried
+            m = top
+        empty = total == 0
+        divisor = gl.where(empty, 1.0, total)
+        acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
+        stats = gl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + gl.log(divisor))
+        stats = gl.where(empty, float("-inf"), stats)
+        gl.store(
+            lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1] + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok
+        )
+        at = out + b.to(gl.int64) * out_strides[0] + h * out_strides[2]
+        gl.store(at + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(kv_free.index(place), count=1)
+
+
+@gluon.jit
+def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
+    return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def softmax(
+    s, m, total, tile, split, lo, hi, mask, k_at, columns, scale, softcap,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Scores → (weights, m, total, what acc shrinks by). split: the mask goes through the tile."""
+    s, factor = exponents(s, scale, softcap, False)
+    if split:
+        key = tile * BLOCK_N + columns.load(gl.SliceLayout(0, s.type.layout))
+        p_k = position(key, k_at)
+        visible = (p_k[None, :] <= hi[:, None]) & (key < row_count(k_at))[None, :]
+        if mask[0] is not None or mask[2] is not None:
+            visible &= p_k[None, :] >= lo[:, None]
+        s = gl.where(visible, s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * factor)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * factor - m_safe[:, None])
+    shrink = gl.exp2(m - m_safe)
+    total = total * shrink + gl.sum(p, 1)
+    return p, m_new, total, shrink
+
+
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    carry: Carry | None = None,
+    last: bool = True,
+    head_start: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    out, lse = into or new_outputs(q, v, last)
+    if out.numel() == 0 and lse.numel() == 0:
+        return out, lse
+    q, k, v = aligned(q), aligned(k), aligned(without_padding(v, mask, k_at))
+    options = option_arguments(head_start, scale, softcap, dropout, seed)
+    for call in forward_launches(q, k, v, mask, q_at, k_at, carry, out, lse, options, launch):
+        call()
+    return out, lse
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    carry: Carry | None,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> Launch:
+    batch, rows, heads, width = q.shape
+    tiles = tiles_for("forward", q, v)
+    block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
+    carry_out, carry_lse = carry or (None, None)
+    written = dict(out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    num_tiles = -(-rows // (WARPGROUP_ROWS * tiles["CONSUMERS"]))
+    arguments = dict(
+        q=descriptor(q, num_rows(q_at), WARPGROUP_ROWS, block_d),
+        k=descriptor(k, num_rows(k_at), block_n, block_d),
+        v=descriptor(v, num_rows(k_at), block_n, block_dv),
+        **written,
+        **{f"{name}_strides": None if x is None else x.stride()[:3] for name, x in written.items()},
+        mask=mask_argument(mask, q.device),
+        q_at=at_argument(q_at),
+        k_at=at_argument(k_at),
+        taken=torch.zeros((), dtype=torch.int32, device=q.device),
+        num_tiles=num_tiles,
+        num_sequences=batch * heads,
+        num_heads=heads,
+        group=heads // k.shape[2],
+        together=heads_together(k, v, num_rows(k_at), heads // k.shape[2]),
+        scale=options["scale"],
+        softcap=options["softcap"],
+        DV=v.shape[-1],
+        **tiles,
+    )
+    return Launch(attention_forward, (min(num_programs(q.device), num_tiles * batch * heads),), arguments)

@@ -1,0 +1,326 @@
+"""How fast the ring is, as a share of its own kernel alone, beside every other way to span these ranks.
+
+    torchrun --nproc-per-node=4 -m parallel.bench --save
+    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-pull,ulysses
+    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k --trace ring.png
+
+"Alone" is one causal call of the same kernel, without any communication, on a sequence as long as costs a rank the same:
+S / √P. In each round every contestant has its turn, alone first, and shares are ratios within a round: clocks drift, but
+less within seconds. Reported are medians over rounds with their spread, of the slowest rank. A ring is timed only where
+sampled rows of its result agree with fp32. The peak of memory counts everything, inputs too.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kernels.bench import DTYPES, ROOT, WRONG, attempt, machine, slug
+from kernels.blocks import BACKENDS
+
+from .layout import KINDS
+from .mesh import Mesh
+from .peers import Contestant, Place, Problem, Setting, contestants, sampled_error
+
+Row = dict[str, Any]
+DEFAULTS = {
+    "cuda": dict(tokens=["2k", "8k", "32k", "128k"], heads=["16/16", "16/4"], head_dim=128, dtype="bf16", rep=400),
+    "cpu": dict(tokens=["256"], heads=["4/2"], head_dim=32, dtype="fp32", rep=20),
+}
+
+
+def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: float) -> list[Row]:
+    """A row for each contestant, the same on every rank."""
+    table = contestants()
+    rows: list[Row] = [
+        {
+            "setting": setting.name,
+            "name": name,
+            "label": table[name].label,
+            "ours": table[name].ours,
+            "status": "ok",
+            "note": "",
+        }
+        for name in names
+    ]
+    for row in rows:
+        row |= _together(attempt(_check, table[row["name"]], row["name"], setting, place), place)
+        _say(f"{setting.name} {row['name']}: {row['status']} {row['note']}".rstrip())
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for row in rows:
+            if row["status"] == "ok":
+                result = attempt(_turn, table[row["name"]], setting, place, rep)
+                result = _together(result if "status" in result else {"times": result["times"]}, place)
+                if "times" in result:
+                    times[row["name"]].append(result["times"])
+                else:
+                    row |= result
+    for row in rows:
+        if row["status"] == "ok":
+            row |= _speeds(times[row["name"]], times.get("alone", []))
+    return rows
+
+
+def _check(contestant: Contestant, name: str, setting: Setting, place: Place) -> Row:
+    """Runs once, which compiles; the error where it is ours, and the peak of memory."""
+    cuda = place.device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    row: Row = {}
+    with contestant.make(setting, place) as problem:
+        _both(problem)
+        if cuda:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            if name.endswith("-pull"):
+                from .pull import pooled_bytes
+
+                peak += pooled_bytes()
+            row["peak_gib"] = peak / 2**30
+        kind = next((kind for kind in KINDS if name.startswith(f"ring-{kind}")), None)
+        if kind:
+            row["error"] = sampled_error(problem, setting, place, kind)
+            if not row["error"] <= WRONG:
+                row |= {"status": "wrong", "note": f"error above {WRONG}", "error": None}
+    return row
+
+
+def _both(problem: Problem) -> None:
+    torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
+
+
+def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) -> Row:
+    """ms of a forward and of a forward with its backward on the slowest rank, and the FLOPs of a forward."""
+    with contestant.make(setting, place) as problem:
+
+        def forward() -> None:
+            with torch.no_grad():
+                problem.run()
+
+        return {"times": [_median_ms(call, place, rep) for call in (forward, lambda: _both(problem))] + [problem.flops]}
+
+
+def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
+    """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
+
+    A call that is longer than that is its own median: the rounds repeat it.
+    """
+    first = _largest(_spans(call, place, 1)[0], place)
+    if first > rep:
+        return first
+    calls = max(3, min(50, int(rep / first)))
+    return _largest(statistics.median(_spans(call, place, calls)), place)
+
+
+def _spans(call: Callable[[], object], place: Place, calls: int) -> list[float]:
+    dist.barrier(group=place.ring.context_group)
+    if place.device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(calls):
+            call()
+            marks.append(time.perf_counter())
+        return [1000 * (b - a) for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def _largest(value: float, place: Place) -> float:
+    worst = torch.tensor(value, device=place.device, dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=place.ring.context_group)
+    return float(worst)
+
+
+def _together(mine: Row, place: Place) -> Row:
+    """What the ranks found: a failure of one is a failure; else the worst figures."""
+    found: list[Any] = [None] * place.ranks
+    dist.all_gather_object(found, mine, group=place.ring.context_group)
+    bad = next((row for row in found if row.get("status", "ok") != "ok"), None)
+    if bad is not None:
+        return bad
+    return found[0] | {key: max(row[key] for row in found) for key in ("peak_gib", "error") if key in found[0]}
+
+
+def _speeds(times: list[tuple[float, float, float]], alone: list[tuple[float, float, float]]) -> Row:
+    """TFLOP/s per rank, and the share of the kernel alone, over rounds: median, least and most."""
+    row: Row = {}
+    for way, factor, which in (("forward", 1.0, 0), ("both", 3.5, 1)):
+        rates = [factor * t[2] / t[which] / 1e9 for t in times]
+        row |= _spread(f"{way}_tflops", rates)
+        if len(alone) == len(times):
+            row |= _spread(f"{way}_share", [r / (factor * a[2] / a[which] / 1e9) for r, a in zip(rates, alone, strict=True)])
+    return row | {"forward_ms": statistics.median(t[0] for t in times), "both_ms": statistics.median(t[1] for t in times)}
+
+
+def _spread(name: str, values: list[float]) -> Row:
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def report(setting: Setting, rows: list[Row], ranks: int) -> str:
+    lines = [
+        f"\n{setting.name}: {setting.tokens} tokens on each of {ranks} ranks; TFLOP/s per rank",
+        f"  {'':<28}{'forward':>9}{'both':>9}{'share of alone (spread)':>26}{'peak GiB':>10}{'error':>10}",
+    ]
+    for row in rows:
+        if row["status"] != "ok":
+            lines.append(f"  {row['name']:<28}{row['status']}: {row['note']}")
+            continue
+        share = (
+            f"{row['both_share']:.1%} ({row['both_share_min']:.1%}-{row['both_share_max']:.1%})" if "both_share" in row else ""
+        )
+        line = f"  {row['name']:<28}{row['forward_tflops']:>9.4g}{row['both_tflops']:>9.4g}{share:>26}"
+        line += f"{row['peak_gib']:>10.2f}" if "peak_gib" in row else f"{'-':>10}"
+        lines.append(line + (f"{row['error']:>10.1e}" if row.get("error") is not None else ""))
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _count(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node=4 -m parallel.bench", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--tokens", nargs="+", metavar="N", help="per rank, 8k or 8192 (default on GPUs: 2k 8k 32k 128k)")
+    parser.add_argument("--heads", nargs="+", metavar="Q/KV", help="query and KV heads (default on GPUs: 16/16 16/4)")
+    parser.add_argument("--head-dim", type=int, metavar="D")
+    parser.add_argument("--window", type=int, metavar="W", help="a causal window instead of plain causal")
+    parser.add_argument("--only", metavar="A,B", help=f"of {', '.join(contestants())}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
+    parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="our kernel")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each has its turn (default %(default)s)")
+    parser.add_argument("--rep", type=float, help="ms of one turn")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
+    parser.add_argument(
+        "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default ring-DEVICE)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
+    parser.add_argument("--trace", type=Path, metavar="PNG", help="a picture of one forward and backward of the first ring")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 1 if a ring of ours is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    defaults = DEFAULTS[args.device]
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.rounds < 1 or args.rep < 1:
+        parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
+    try:
+        pairs = [tuple(int(n) for n in text.split("/")) for text in args.heads]
+        settings = [Setting(_count(n), q, kv, args.head_dim, args.window) for n in args.tokens for q, kv in pairs]
+    except ValueError:
+        parser.error(f"--tokens {args.tokens} are counts such as 8192 or 8k, --heads {args.heads} pairs such as 16/4")
+    table = contestants()
+    names = args.only.split(",") if args.only else [name for name, c in table.items() if args.device in c.devices]
+    if unknown := [name for name in names if name not in table]:
+        parser.error(f"--only {','.join(unknown)}: there are {', '.join(table)}")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"{args.json.parent} is no folder: make it first")
+    mine = not dist.is_initialized()
+    if mine:
+        if "RANK" not in os.environ:
+            parser.error("start it with torchrun, which says how many ranks there are")
+        _start(args)
+    try:
+        return _run(args, settings, names)
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def _start(args: argparse.Namespace) -> None:
+    limit = timedelta(seconds=args.timeout)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=limit)
+        return
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", timeout=limit, device_id=torch.device("cuda", local))
+
+
+def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) -> int:
+    ranks = dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
+    ring, ulysses = Mesh(ring=ranks, timeout=args.timeout), Mesh(ulysses=ranks, timeout=args.timeout)
+    place = Place(device, DTYPES[args.dtype], ranks, ring, ulysses, args.backend)
+    warnings.filterwarnings("ignore")  # rivals explain at length why they do not run; the table says it in a line
+    if args.trace is not None:
+        from .trace import trace
+
+        rings = sorted((name for name in names if name.startswith("ring-")), key=lambda name: "zigzag" not in name)
+        first = next(iter(rings), None)
+        if first is None:
+            raise ValueError(f"--trace draws a ring, and --only {args.only} has none: add ring-zigzag-p2p")
+        trace(contestants()[first].make, settings[0], place, args.trace, f"{first}, {settings[0].name}")
+        _say(f"written: {args.trace}")
+        return 0
+    rows = [measure(setting, names, place, args.rounds, args.rep) for setting in settings]
+    if dist.get_rank() == 0:
+        about = machine(device)
+        print(about["device"], args.dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
+        print(*(report(setting, its, ranks) for setting, its in zip(settings, rows, strict=True)), sep="\n")
+        path = args.json
+        if path is None and args.save is not None:
+            name = (args.save or f"ring-{slug(about['device'])}").removesuffix(".json")
+            path = ROOT / "docs/results" / f"{name}.json"
+            with contextlib.suppress(FileNotFoundError):
+                path.parent.mkdir(exist_ok=True)
+        if path is not None:
+            result = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
+            result |= {
+                "settings": [asdict(s) | {"name": s.name, "kv_bytes": _kv_bytes(s, args.dtype)} for s in settings],
+                "rows": [r for its in rows for r in its],
+            }
+            path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+            print(f"\nwritten: {path}")
+    return int(any(row["ours"] and row["status"] == "wrong" for its in rows for row in its))
+
+
+def _kv_bytes(setting: Setting, dtype: str) -> int:
+    """Of one rank's K and V, by which `transport.AUTO` chooses."""
+    return 2 * setting.tokens * setting.kv_heads * setting.head_dim * DTYPES[dtype].itemsize
+
+
+def _command(args: argparse.Namespace, ranks: int) -> str:
+    chosen = ["--tokens", *args.tokens, "--heads", *args.heads, "--head-dim", str(args.head_dim)]
+    chosen += ["--window", str(args.window)] if args.window else []
+    chosen += ["--only", args.only] if args.only else []
+    chosen += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
+    return f"torchrun --nproc-per-node={ranks} -m parallel.bench {shlex.join(chosen)} --rounds {args.rounds} --rep {args.rep:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The benchmark runs to the end on two gloo ranks; its pictures and tables show what there is."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel import bench, peers
+from parallel.peers import Setting
+
+from ..docs.test_tables import tables
+from . import jobs
+
+
+def test_runs_to_the_end(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    argv = ["--device", "cpu", "--tokens", "24", "--heads", "4/2", "--head-dim", "16", "--rounds", "2", "--rep", "1"]
+    assert pools(2)(functools.partial(jobs.run_bench, [*argv, "--json", str(path)])) == [0, 0]
+    result = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert result["kind"] == "ring" and result["ranks"] == 2 and result["versions"]["torch"]
+    assert str(tmp_path) not in json.dumps(result)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert {"alone", "ring-zigzag-p2p", "ring-striped-all_gather", "ulysses", "ulysses-sdpa-flash"} <= set(rows)
+    for name, row in rows.items():
+        assert row["status"] == "ok", row
+        assert 0 < row["both_tflops_min"] <= row["both_tflops"] <= row["both_tflops_max"]
+        assert 0 < row["both_share_min"] <= row["both_share"] <= row["both_share_max"]
+        if name.startswith("ring"):
+            assert row["error"] < 1e-5
+    assert rows["alone"]["both_share"] == 1
+    table = tables.ring(result)
+    assert (
+        "| 24-h4-2-d16 |" in table
+        and "Ringspan ring, zigzag, p2p" in table
+        and f"({rows['ulysses']['both_share']:.1%})" in table
+    )
+
+
+def test_a_ring_that_is_wrong_is_not_timed(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    assert pools(2)(_Wrong(path)) == [1, 1]
+    row = json.loads(path.read_text())["rows"][1]
+    assert row["status"] == "wrong" and "both_tflops" not in row
+
+
+class _Wrong:
+    """A window that the ring forgets."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> int:
+        right = peers.context_attention
+        peers.context_attention = lambda q, k, v, mask, **options: right(q, k, v, None, **options)
+        try:
+            argv = "--device cpu --tokens 24 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only alone,ring-zigzag-p2p"
+            return bench.main([*argv.split(), "--json", str(self.path)])
+        finally:
+            peers.context_attention = right
+
+
+def test_alone_costs_as_much_as_a_rank_s_share() -> None:
+    for tokens in (2048, 8192, 131072):
+        for ranks in (2, 4, 8):
+            setting = Setting(tokens, 16, 4, 128)
+            share = setting.alone(ranks).flops() / (setting.whole(ranks).flops() / ranks)
+            assert 0.85 < share <= 1
+    window = Setting(8192, 16, 4, 128, window=1024)
+    assert window.alone(4).flops() == pytest.approx(window.whole(4).flops() / 4, rel=0.07)
+    assert window.name == "8k-h16-4-d128-window1024"
+
+
+def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ring.png"
+    (all_counts, _), _ = pools(2)(jobs.traced, str(path), Setting(256, 2, 1, 32), "ring-zigzag-p2p")
+    for counts in all_counts:
+        assert counts["compute"] > 10 and counts["transfer"] >= 3  # forward, backward, and gradients home
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv, remedy",
+    [
+        (["--only", "telepathy"], "there are alone, ring-contiguous-auto"),
+        (["--tokens", "many"], "8192 or 8k"),
+        (["--heads", "16"], "16/4"),
+        (["--rounds", "0"], "at least 1"),
+        (["--json", "no/such/folder/x.json"], "make it first"),
+        ([], "torchrun"),
+    ],
+)
+def test_bad_options_name_a_remedy(
+    argv: list[str], remedy: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *argv])
+    assert remedy in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""What goes wrong says so: arguments that differ between ranks, ranks that die, ranks that stall."""
+
+import functools
+import time
+
+import pytest
+import torch
+
+from kernels import Mask
+
+from . import jobs
+from .pool import Failed, Pool
+
+
+@pytest.fixture(scope="module")
+def checking():
+    """Ranks that compare what they were given in every call."""
+    pool = Pool(3, environment={"RINGSPAN_CHECK": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def exchanging():
+    pool = Pool(4, timeout=20, environment={"RINGSPAN_CHECK": "1"})
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(heads=2, kv_heads=1), ["k's shape", "ranks 0, 2: (1, 6, 2, 16)", "rank 1: (1, 6, 1, 16)"]),
+        (dict(dtype=torch.float64), ["dtype must be the same", "rank 1: torch.float64"]),
+        (dict(softcap=2.0), ["factors must be the same", "rank 1: {'scale': 0.25, 'softcap': 2.0"]),
+        (dict(mask=Mask()), ["mask must be the same", "rank 1: {'left': -1, 'right': -1"]),
+        (dict(mask=Mask(causal=True, documents=[0] * 16)), ["documents"]),
+        (dict(transport="all_gather"), ["transport must be the same", "rank 1: all_gather"]),
+        (dict(more_rows=1), ["rank 1 refused its arguments: q has 7 tokens"]),
+        (dict(mask=Mask(documents=[0] * 15)), ["rank 1 refused its arguments", "natural order"]),
+    ],
+)
+def test_ranks_that_differ_are_told_who_has_what(changes: dict, words: list[str], checking: Pool) -> None:
+    with pytest.raises(Failed) as failed:
+        checking(functools.partial(jobs.attend, odd=1, **changes), patience=30)
+    for rank, error in enumerate(failed.value.errors):
+        assert error and error.startswith("ValueError")
+        for word in words if rank != 1 or "refused" not in words[0] else []:
+            assert word in error, error
+    checking(jobs.attend)  # and the next call is as good as ever
+
+
+def test_seeds_that_differ_are_found(checking: Pool) -> None:
+    checking(functools.partial(jobs.attend, dropout=0.5, seed=4))
+    with pytest.raises(Failed, match="seed must be the same on every rank, but ranks 0, 2: 1, rank 1: 2"):
+        checking(_Seeds())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(rows=3), "rank 1 refused its arguments: q has 3 tokens"),
+        (dict(heads=8), "what is exchanged must be the same on every rank, but ranks 0, 2, 3: ((1, 4, 4, 16)"),
+        (dict(heads=3), "rank 1 refused its arguments: ulysses="),
+        (dict(softcap=1.0), "factors must be the same on every rank, but ranks 0, 2, 3: {'scale': 0.25, 'softcap': 0.0"),
+    ],
+)
+@pytest.mark.parametrize("ring, ulysses", [(2, 2), (1, 4)])
+def test_ulysses_ranks_that_differ(ring: int, ulysses: int, changes: dict, words: str, exchanging: Pool) -> None:
+    """All ranks of the sequence are told, those of other Ulysses groups too."""
+    with pytest.raises(Failed) as failed:
+        exchanging(functools.partial(jobs.attend_together, ring, ulysses, 1, **changes), patience=60)
+    for rank in (0, 2, 3):
+        assert words in failed.value.errors[rank], failed.value
+    exchanging(functools.partial(jobs.attend_together, ring, ulysses, None))
+
+
+class _Seeds:
+    def __call__(self) -> None:
+        import torch.distributed as dist
+
+        jobs.attend(dropout=0.5, seed=2 if dist.get_rank() == 1 else 1)
+
+
+def test_only_the_first_calls_are_compared() -> None:
+    pool = Pool(2)
+    try:
+        assert pool(jobs.comparisons, 5, None) == [3, 3]
+        assert pool(jobs.comparisons, 2, 2) == [2, 2]  # in the trainer's first three steps, as often as there are layers
+        assert pool(jobs.comparisons, 2, 3) == [0, 0]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("does", ["dies", "stalls"])
+@pytest.mark.parametrize("calls", [1, 4], ids=["while-comparing", "in-a-hop"])
+def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
+    """The others end within the time limit, and say which rank, op and step, whether it dies or sleeps."""
+    limit = 2
+    pool = Pool(3, timeout=limit)
+    begun = time.monotonic()
+    try:
+        with pytest.raises((Failed, TimeoutError)) as failed:
+            pool(_Gone(1, does, calls), patience=60)
+    finally:
+        pool.close()
+    assert time.monotonic() - begun < 45
+    if does == "dies":
+        assert failed.value.errors[1] == "it died"
+    for rank in (0, 2):
+        error = failed.value.errors[rank]
+        assert error and f"rank {rank} waited for" in error, error
+        assert "training step 7, layer 3, ring forward" in error
+        assert int(error.partition("after ")[2].partition(" s")[0]) <= limit + 3
+        if calls == 4:  # a rank that dies in a hop takes the connections of others with it
+            assert "hop 1 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
+
+
+def test_a_rank_that_stalls_between_forward_and_backward() -> None:
+    pool = Pool(3, timeout=2)
+    try:
+        with pytest.raises(Failed) as failed:
+            pool(jobs.stall_before_backward, 1, patience=60)
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        error = failed.value.errors[rank]
+        assert error and f"rank {rank} waited for" in error and "ring backward (call" in error and "rank 1" in error, error
+
+
+class _Gone:
+    def __init__(self, *args) -> None:
+        self.args = args
+
+    def __call__(self) -> None:
+        jobs.attend_and(*self.args)

@@ -1,0 +1,152 @@
+"""The ring on GPUs over NCCL and over copy engines, on 2 and 4 of one host: what gloo cannot show.
+
+pytest tests/parallel            # on a host with 4 GPUs this is the whole check; fewer GPUs skip what needs more
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.peers import Setting
+
+from . import jobs, work
+from .pool import Failed, Pool
+from .work import Case
+
+pytestmark = pytest.mark.gpu
+TRANSPORTS = ["p2p", "all_gather", "pull"]
+CAUSAL = dict(causal=True)
+DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2] * 2300)
+BF16 = Case(
+    "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
+)
+FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Callable[[int], Pool]]:
+    started: dict[int, Pool] = {}
+
+    def pool(size: int) -> Pool:
+        if torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} GPUs, here are {torch.cuda.device_count()}")
+        if size not in started:
+            started[size] = Pool(size, backend="nccl", timeout=120)
+        return started[size]
+
+    yield pool
+    for each in started.values():
+        each.close()
+
+
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BF16,
+        replace(BF16, name="mha", heads=(8, 8), widths=(128, 128)),
+        replace(BF16, name="contiguous", kind="contiguous"),
+        replace(BF16, name="striped", kind="striped"),
+        replace(BF16, name="full", mask={}),
+        replace(BF16, name="window", mask=dict(causal=True, window=300)),
+        replace(BF16, name="documents", mask=DOCUMENTS),
+        replace(BF16, name="parts", heads=(8, 8), part_bytes=0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_bf16_loses_nothing(case: Case, transport: str, ring: int, ulysses: int, gpus) -> None:
+    """RMS error of out, dq, dk, dv ≤ 1.05 × the single GPU's (DESIGN: the ring rule)."""
+    if case.kind == "striped" and ulysses > 1:
+        pytest.skip("striped has no Ulysses")
+    case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
+    for found in gpus(ring * ulysses)(jobs.rms_against_one, case, patience=600):
+        for name, (many, one) in found.items():
+            assert 0 < many <= 1.05 * one, f"{name}: {many:.3e}, single GPU {one:.3e}"
+
+
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(FP32, name="dropout", options=dict(dropout=0.3, seed=2**40 + 1)),
+        replace(FP32, name="everything", options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2),
+        replace(FP32, name="mqa", heads=(8, 1), mask=dict(causal=True, window=200)),
+        replace(FP32, name="prefix", mask=dict(causal=True, prefix=400)),
+        replace(FP32, name="short", length=3),
+    ],
+    ids=lambda case: case.name,
+)
+def test_equals_a_single_gpu(case: Case, transport: str, ring: int, ulysses: int, gpus) -> None:
+    """In fp32 a different dropout pattern, or one row in the wrong place, would be a difference of about 1."""
+    case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
+    for errors in gpus(ring * ulysses)(jobs.gpu_compare, case, patience=600):
+        assert max(errors.values()) <= 5e-5, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_five_runs_are_bit_equal(transport: str, ranks: int, gpus) -> None:
+    case = replace(BF16, ring=ranks, transport=transport, options=dict(deterministic=True))
+    assert gpus(ranks)(jobs.bit_equal, case, patience=600) == [True] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_backwards_in_a_row(transport: str, ranks: int, gpus) -> None:
+    case = replace(FP32, ring=ranks, transport=transport)
+    for errors in gpus(ranks)(jobs.two_backwards, case, patience=600):
+        assert max(errors.values()) <= 1e-4, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_compiles_as_one_graph(ranks: int, gpus) -> None:
+    for errors in gpus(ranks)(jobs.compiled, replace(BF16, ring=ranks, transport="p2p"), patience=600):
+        assert max(errors.values()) <= 0.05, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", ["p2p", "pull"])
+def test_peak_memory(transport: str, ranks: int, gpus) -> None:
+    for found, promised in gpus(ranks)(functools.partial(jobs.peak_memory, 32768, transport), patience=600):
+        for name in found:
+            assert found[name] <= promised[name] + 64 * 2**20, (found, promised)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "pull"])
+def test_a_stalled_rank_ends_the_others(transport: str) -> None:
+    """Within the time limit, by an error or by the end of the process; nothing hangs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    pool = Pool(2, backend="nccl", timeout=8)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(Failed) as failed:
+            pool(functools.partial(jobs.stall_on_gpu, transport), patience=120)
+    finally:
+        pool.close()
+    assert failed.value.errors[0] is not None
+    assert time.monotonic() - begun < 100
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_documents_that_are_given_on_the_gpu(ranks: int, gpus) -> None:
+    """They mask all the same; only the plan cannot use them."""
+    case = replace(FP32, ring=ranks, mask=dict(causal=True, documents=[0] * 300 + [1] * 737))
+    for errors in gpus(ranks)(work.compare_on_device, case, patience=600):
+        assert max(errors.values()) <= 1e-4, errors
+
+
+@pytest.mark.parametrize("transport", ["p2p", "pull"])
+def test_transfers_run_beside_kernels(transport: str, tmp_path: Path, gpus) -> None:
+    pytest.importorskip("matplotlib")
+    where = str(tmp_path / "ring.png")
+    for counts, hidden in gpus(2)(jobs.traced, where, Setting(16384, 16, 16, 128), f"ring-zigzag-{transport}", "cuda"):
+        assert all(its["compute"] and its["transfer"] for its in counts)
+        assert hidden >= 0.5, f"{hidden:.0%} of the time of transfers is beside a kernel"

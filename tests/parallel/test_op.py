@@ -1,0 +1,103 @@
+"""The ring as an operator: what moves and when, compile, checkpointing, stale buffers, bits and accuracy."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel.transport import AUTO, TRANSPORTS, choose_transport
+
+from . import jobs
+from .work import Case
+
+CAUSAL = dict(causal=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_blocks_moved(kind: str, ranks: int, pools) -> None:
+    """P − 1 blocks forward and none in a recompute; a backward moves them again, and as many gradients home."""
+    case = Case("moved", kind=kind, ring=ranks, length=32, options={})
+    for counts in pools(ranks)(jobs.blocks_moved, case):
+        assert counts["forward"] == counts["forward, checkpointed"] == (ranks - 1, 0)
+        assert counts["backward"] == counts["backward, checkpointed"] == (ranks - 1, ranks - 1)
+
+
+def test_a_window_moves_its_neighbours_only(pools) -> None:
+    case = Case("moved", kind="contiguous", ring=4, length=32, mask=dict(causal=True, window=5))
+    counts = pools(4)(jobs.blocks_moved, case)
+    assert [c["forward"] for c in counts] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert [c["backward"] for c in counts] == [(0, 1), (1, 1), (1, 1), (1, 0)]
+
+
+def test_ulysses_recomputes_nothing(pools) -> None:
+    for counts in pools(4)(jobs.blocks_moved, Case("moved", ring=2, ulysses=2, length=32, mask=CAUSAL)):
+        assert counts["backward, checkpointed"] == counts["backward"] == (1, 1)
+
+
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 10 + [1] * 11)], ids=["causal", "documents"])
+def test_compiles_as_one_graph(ring: int, ulysses: int, mask: dict, pools) -> None:
+    case = Case("compiled", ring=ring, ulysses=ulysses, length=21, mask=mask, options=dict(dropout=0.2, seed=3))
+    for errors in pools(ring * ulysses)(jobs.compiled, case):
+        assert set(errors.values()) == {0.0}, errors
+
+
+@pytest.mark.parametrize("transport", ["p2p", "all_gather"])
+def test_two_backwards_in_a_row(transport: str, pools) -> None:
+    case = Case("twice", ring=4, length=37, mask=CAUSAL, transport=transport)
+    for errors in pools(4)(jobs.two_backwards, case):
+        assert max(errors.values()) <= 1e-12, errors
+
+
+@pytest.mark.parametrize("ring, ulysses", [(4, 1), (2, 2)])
+def test_five_runs_are_bit_equal(ring: int, ulysses: int, pools) -> None:
+    options = dict(deterministic=True, dropout=0.1, seed=1)
+    case = Case("bits", ring=ring, ulysses=ulysses, mask=CAUSAL, dtype=torch.bfloat16, backend="chunked", options=options)
+    assert pools(4)(jobs.bit_equal, case) == [True] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bf16_loses_nothing_on_more_ranks(ranks: int, pools) -> None:
+    """RMS error of the ring ≤ 1.05 × that of one call (DESIGN: the ring rule)."""
+    case = Case("rms", ring=ranks, length=512, heads=(2, 1), widths=(32, 32), mask=CAUSAL)
+    for found in pools(ranks)(jobs.rms_against_one, replace(case, dtype=torch.bfloat16, backend="chunked")):
+        for name, (many, one) in found.items():
+            assert 0 < many <= 1.05 * one, f"{name}: {many:.3e} on {ranks} ranks, {one:.3e} on one"
+
+
+@pytest.mark.parametrize("transport", ["p2p", "all_gather"])
+def test_the_portable_kernels_read_what_travelled(transport: str, pools) -> None:
+    """Triton, interpreted where there is no GPU: packed K/V, slices of rows and heads, dk and dv written afresh."""
+    case = Case("triton", ring=3, length=29, heads=(4, 2), mask=CAUSAL, transport=transport, part_bytes=0)
+    for errors in pools(3)(jobs.gpu_compare, replace(case, dtype=torch.float32, backend="triton"), patience=300):
+        assert max(errors.values()) <= 2e-6, errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_tokens_at_all(ranks: int, pools) -> None:
+    for errors in pools(ranks)(jobs.compare, Case("nothing", ring=ranks, length=0, mask=CAUSAL)):
+        assert max(errors.values()) == 0
+
+
+def test_auto_chooses_from_a_table() -> None:
+    pair = SimpleNamespace(one_host=True)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for nbytes in (0, 2**20, 2**33):
+        assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
+        assert choose_transport("auto", pair, cuda, nbytes) in TRANSPORTS[1:]
+        assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes) != "pull"
+        assert choose_transport("pull", pair, cuda, nbytes) == "pull"  # forced
+    with pytest.raises(ValueError, match="needs CUDA"):
+        choose_transport("pull", pair, cpu, 0)
+    with pytest.raises(ValueError, match="one host"):
+        choose_transport("pull", SimpleNamespace(one_host=False), cuda, 0)
+    for table in AUTO.values():
+        limits = [limit for limit, _ in table]
+        assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 7 + [1] * 9)], ids=["causal", "documents"])
+def test_a_mask_is_planned_once_for_all_layers(mask: dict, pools) -> None:
+    assert pools(2)(jobs.plans_made, mask) == [1, 1]

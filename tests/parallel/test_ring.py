@@ -1,0 +1,81 @@
+"""The ring, Ulysses and both together equal the reference in fp64, forward and all gradients, on 1 to 8 gloo ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel import Layout
+
+from . import jobs, work
+from .work import Case
+
+MESHES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 2), (2, 4)]
+EXACT = 1e-12
+
+
+def packed(*lengths: int) -> list[int]:
+    """Ids of documents in a row; a negative length is padding."""
+    return [i if n > 0 else -1 for i, n in enumerate(lengths) for _ in range(abs(n))]
+
+
+def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
+    """Every mask; heads, lengths, transports and options differ from one to the next."""
+    heads = 12 if ulysses == 3 else 8
+    mha, gqa, mqa = (heads, heads), (heads, heads // 2), (heads, 1)
+    n = Layout(kind, 37, ring * ulysses, ulysses).local_length
+    borders = packed(*(min(n, 37 - start) for start in range(0, 37, n)))  # every shard its own document, if contiguous
+    everything = dict(softcap=3.0, dropout=0.3, seed=2**40 + 5)
+    plain = [
+        Case("full", length=37, heads=gqa, batch=2),
+        Case("causal", length=37, heads=mha, mask=dict(causal=True)),
+        Case("causal", length=64, heads=mqa, mask=dict(causal=True), transport="all_gather"),
+        Case("causal", length=1, heads=gqa, mask=dict(causal=True), sinks=True),
+        Case("causal-parts", length=41, heads=mha, mask=dict(causal=True), part_bytes=0, widths=(16, 24)),
+        Case("full-all", length=43, heads=gqa, transport="all_gather", sinks=True, options=everything, batch=2),
+        Case("window", heads=gqa, mask=dict(causal=True, window=6)),
+        Case("window-wide", length=50, heads=mqa, mask=dict(causal=True, window=29), sinks=True),
+        Case("window-both", heads=mha, mask=dict(window=(3, 7)), transport="all_gather"),
+        Case("window-both", length=53, heads=mqa, mask=dict(window=9)),
+        Case("documents-across", heads=gqa, mask=dict(causal=True, documents=packed(5, 1, 17, 14)), options=everything),
+        Case("documents-at-borders", heads=mqa, mask=dict(causal=True, documents=borders), batch=2, sinks=True),
+        Case("documents-full", heads=mha, mask=dict(documents=packed(11, 26)), transport="all_gather"),
+        Case("documents-batch", heads=gqa, batch=2, mask=dict(documents=[packed(20, 17), packed(-9, 28)], causal=True)),
+        Case("empty-rank", heads=gqa, mask=dict(causal=True, documents=packed(-min(n, 36), max(37 - n, 1))), sinks=True),
+        Case("empty-tail", heads=mqa, mask=dict(documents=packed(max(37 - n, 1), -min(n, 36))), transport="all_gather"),
+        Case("all-padding", heads=gqa, mask=dict(causal=True, documents=packed(-37)), sinks=True),
+        Case("prefix", heads=mqa, mask=dict(causal=True, prefix=15), options=everything),
+        Case("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
+        Case("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
+    ]
+    return [replace(case, kind=kind, ring=ring, ulysses=ulysses) for case in plain]
+
+
+@pytest.mark.parametrize("ring, ulysses", MESHES)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None:
+    if kind == "striped" and ulysses > 1:
+        with pytest.raises(ValueError, match="zigzag"):
+            Layout(kind, 37, ring * ulysses, ulysses)
+        return
+    ranks = pools(ring * ulysses)
+    for case in cases(kind, ring, ulysses):
+        for rank, errors in enumerate(ranks(work.compare, case)):
+            wrong = {name: error for name, error in errors.items() if not error <= EXACT}
+            assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None:
+    """The copy engines' transport over memory that processes share: who reads what, where, and behind which barrier."""
+    if kind == "striped" and ulysses > 1:
+        pytest.skip("striped has no Ulysses")
+    for case in cases(kind, ring, ulysses):
+        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport="pull"))):
+            wrong = {name: error for name, error in errors.items() if not error <= EXACT}
+            assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+def test_pulling_from_ranks_that_are_ahead(pools) -> None:
+    case = Case("haste", ring=3, transport="pull", mask=dict(causal=True), part_bytes=0)
+    assert max(pools(3)(jobs.pull_in_haste, case)) <= EXACT
