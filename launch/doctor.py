@@ -180,9 +180,8 @@ def measure_links() -> None:
             once()
         torch.cuda.synchronize()
         if rank == 0:
-            print(
-                f"ring send of {size} MiB, all {world} at once: {10 * size * 2**20 / (time.perf_counter() - began) / 1e9:.0f} GB/s"
-            )
+            speed = 10 * size * 2**20 / (time.perf_counter() - began) / 1e9
+            print(f"ring send of {size} MiB, all {world} at once: {speed:.0f} GB/s")
     dist.destroy_process_group()
 
 

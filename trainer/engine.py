@@ -18,6 +18,7 @@ What was found out, and is used here:
 
 import contextlib
 import gc
+import io
 import logging
 import math
 import os
@@ -75,7 +76,8 @@ class Engine:
             for name, weight in named:
                 self._fill(weight, partial(values, name, "weight"))
         optimizer = optim.build(named, config)
-        self.ds, self.optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print their memory
+            self.ds, self.optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.module, self.named = module, named
         set_timeouts(config.parallel.timeout)
         if bf16 and self.zero:  # the masters were made from rounded weights
@@ -148,6 +150,7 @@ class Engine:
                 found[key] = safe_get_full_optimizer_state(weight, key)
         return {key: value.reshape(_shape(weight)) for key, value in found.items()}
 
+    @torch.no_grad()
     def load_moments(self, values: Values, applied: int) -> None:
         """Puts the optimizer where it was after so many steps. Each rank asks only for the parts that it owns."""
         self.applied = applied
@@ -223,6 +226,7 @@ class Engine:
         else:
             weight.copy_(part(0, weight.numel()).view_as(weight))
 
+    @torch.no_grad()
     def _set(self, weight: nn.Parameter, key: str | None, part: Callable[[int, int], Tensor]) -> None:
         """This rank's piece of the fp32 master (key None) or of a moment."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state

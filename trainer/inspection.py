@@ -32,12 +32,12 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
         yield
 
 
-def memory_use(device: torch.device, world: int, tflops: float) -> dict[str, Any]:
+def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:
     """The peak so far, and speed as a share of what the chip could do; nothing on a CPU."""
     if device.type != "cuda":
         return {}
-    used, whole = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
-    found = dict(gib=used / 2**30, gib_share=used / whole)
+    used, whole = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    found = dict(gib=used / 2**30, gib_share=used / whole, gib_reserved=torch.cuda.max_memory_reserved(device) / 2**30)
     peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)), None)
     return found | (dict(mfu=tflops / peak) if peak else {})
 

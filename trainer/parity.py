@@ -3,8 +3,8 @@
     python -m trainer.parity                          1, 2 and 4 gloo ranks × ZeRO 0 to 3
     python -m trainer.parity ranks=[1,2] zero=[0,3]
 
-Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three micro-batches or
-more. Loss and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the
+Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three
+micro-batches. Loss and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the
 largest entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero,
 the first average after a step is (1 - β₁) · gradient.
 """
@@ -49,7 +49,8 @@ class Split:
 
     @property
     def options(self) -> list[str]:
-        return [f"parallel.{name}={getattr(self, name)}" for name in ("ring", "ulysses", "data")] + [f"engine.zero={self.zero}"]
+        mesh = [f"parallel.{name}={getattr(self, name)}" for name in ("ring", "ulysses", "data")]
+        return [*mesh, f"engine.zero={self.zero}", f"data.micro_batch={4 // self.data}"]  # of 12 sequences: accumulation 3
 
     def __str__(self) -> str:
         return f"ring {self.ring} × ulysses {self.ulysses} × data {self.data}, ZeRO {self.zero}"

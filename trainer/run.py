@@ -111,7 +111,7 @@ class Run:
             values["source"] = total.sources
         if not applied:
             values["skipped"] = step - self.position.applied
-        values |= inspection.memory_use(self.device, self.ranks.world, values["tflops"])
+        values |= inspection.memory_use(self.device, values["tflops"])
         tracker.log(step, values)
         if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
             tracker.say(tracking.line(step, config.steps, values, tracker.clock.left(step)))
