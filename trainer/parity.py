@@ -4,8 +4,8 @@
     python -m trainer.parity ranks=[1,2] zero=[0,3]
 
 Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three
-micro-batches. Loss and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the
-largest entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero,
+micro-batches. Loss and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative
+to the largest entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero,
 the first average after a step is (1 - β₁) · gradient.
 """
 
