@@ -184,7 +184,8 @@ class Schedule:
 
 @dataclass
 class Checkpoint:
-    every: int = option(0, "steps between checkpoints; 0: only at the end and when a signal asks", least=0)
+    every: int = option(0, "steps between checkpoints; 0: none in between", least=0)
+    at_end: bool = option(True, "save after the last step; a signal always saves")
     keep_last: int = option(2, "how many of the newest stay", least=1)
     keep_every: int = option(0, "a checkpoint whose step is a multiple of this stays for ever; 0: none", least=0)
     resume: str = option("auto", "auto: the newest valid one in the run's folder; none: start afresh; or a path to one")
@@ -215,7 +216,7 @@ class Evaluate:
     """What is measured on held-out data, under the same ring."""
 
     every: int = option(0, "steps between evaluations; 0: only at the end", least=0)
-    batches: int = option(4, "batches of the held-out data each time", least=1)
+    batches: int = option(4, "batches of the held-out data each time; 0: nothing is evaluated", least=0)
     bins: int = option(16, "bars that loss by position is drawn in", least=1)
     sample: int = option(192, "tokens of the sample at the end; 0 is none", least=0)
     temperature: float = option(0.8, "of the sample", above=0)

@@ -54,9 +54,10 @@ def train(run: Run) -> bool:
                 "lower optim.lr, or look at these samples; the last checkpoint is as it was"
             )
         last, stop = step == config.steps, total.stop
-        if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop:
+        if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:
             stop = run.evaluate(step) is None
-        if last or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+        due = config.checkpoint.every and step % config.checkpoint.every == 0
+        if stop or due or (last and config.checkpoint.at_end):
             run.save()
         if stop:
             return last

@@ -17,6 +17,7 @@ head's weight, so that logits never exist, and so that whatever gathers weights 
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -282,12 +283,16 @@ def fresh(name: str, shape: torch.Size, config: Model, seed: int, start: int = 0
         return torch.ones(stop - start)
     std = config.init_std * ((2 * config.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0)
     out = torch.empty(stop - start)
-    for first in range(start - start % CHUNK, stop, CHUNK):
+
+    def draw(first: int) -> None:
         digest = hashlib.blake2b(f"{seed}/{name}/{first // CHUNK}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest))
         piece = torch.empty(min(CHUNK, math.prod(shape) - first)).normal_(std=std, generator=generator)
         a, b = max(first, start), min(first + CHUNK, stop)
         out[a - start : b - start] = piece[a - first : b - first]
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # two billion numbers take half a minute in one thread
+        list(pool.map(draw, range(start - start % CHUNK, stop, CHUNK)))
     return out
 
 

@@ -3,10 +3,10 @@
     python -m trainer.parity                          1, 2 and 4 gloo ranks × ZeRO 0 to 3
     python -m trainer.parity ranks=[1,2] zero=[0,3]
 
-Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three
-micro-batches. Loss and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative
-to the largest entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero,
-the first average after a step is (1 - β₁) · gradient.
+Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three micro-batches. Loss
+and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the largest
+entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero, the first
+average after a step is (1 - β₁) · gradient.
 """
 
 import contextlib

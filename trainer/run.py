@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 class Run:
-    def __init__(self, composed: Composed, attention: Callable[..., Any] | None = None) -> None:
+    def __init__(self, composed: Composed) -> None:
         self.config = config = composed.config
         self.signals = Signals()
         self.ranks = ranks = Ranks(config)
@@ -49,7 +49,7 @@ class Run:
             Dataset(config.data, self.tokenizer, config.seed, part, vocabulary) for part in ("train", "held_out")
         )
         self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
-        self.attention = attention or partial(
+        self.attention = partial(
             context_attention,
             layout=self.layout,
             mesh=ranks.mesh,
@@ -167,12 +167,15 @@ class Run:
 
     def finish(self) -> None:
         """After the last step: what the run came to, in text."""
-        report = self.evaluate(self.position.step)
-        if report is None:
-            return
         config, step, path = self.config, self.position.step, _short(self.folder)
-        sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-        lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text()]
+        lines, metrics = [], {}
+        if config.evaluate.batches:
+            report = self.evaluate(step)
+            if report is None:
+                return
+            metrics = report.metrics()
+            sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
+            lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text()]
         if config.evaluate.sample:
             self.watchdog.at(step, "sample")
             lines += ["", self._sample()]
@@ -186,7 +189,7 @@ class Run:
         ]
         self.tracker.say("\n" + "\n".join(lines))
         if self.ranks.rank == 0:
-            rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=report.metrics()))
+            rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
 
     def _sample(self) -> str:
         """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""

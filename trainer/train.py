@@ -15,16 +15,18 @@ PROGRAM = "python -m trainer.train"
 
 def main(argv: list[str] | None = None) -> int:
     composed = compose.main(PROGRAM, __doc__, argv)
+    # Long sequences want all of the memory: without this, blocks of other sizes leave holes. Read when CUDA starts.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return run(composed)  # torch is imported only now: a mistake has been told by then
 
 
-def run(composed: compose.Composed, attention: object = None) -> int:
+def run(composed: compose.Composed) -> int:
     """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed."""
     from .loop import TooManyBadSteps, train
     from .run import Run
 
     try:
-        job = Run(composed, attention)
+        job = Run(composed)
     except ValueError as error:
         compose.fail(PROGRAM, error)
     try:

@@ -149,3 +149,22 @@ def test_what_is_far_away_is_recalled_through_the_ring_and_not_without(tmp_path:
     report = json.loads((tmp_path / "run" / "finished.json").read_text())["held_out"]
     far, chance = report["far/recall"], 1 / 8
     assert far < 1.2 * chance if broken else far > 3 * chance, far
+
+
+def test_launch_hands_a_signal_to_the_ranks_which_save_and_leave(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=500"]
+    launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launched.stdout is not None
+    for text in launched.stdout:
+        if text.startswith("step   3/500"):
+            launched.send_signal(signal.SIGINT)  # Ctrl-C
+            break
+    launched.communicate(timeout=120)
+    assert launched.returncode == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint=none", "evaluate.batches=0"]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert not (tmp_path / "run" / "checkpoints").exists() and lines(tmp_path / "run", "held_out") == []
