@@ -56,8 +56,12 @@ def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor
     return attention(q, k, v, mask=mask_of(shape), backend=backend)
 
 
+def devices(backend: str) -> tuple[str, ...]:
+    return ("cuda",) if backend == "hopper" else ("cuda", "cpu")
+
+
 def kernels() -> dict[str, Kernel]:
-    ours = {name: Kernel(f"Ringspan {name}", partial(_ours, name), ("cuda", "cpu")) for name in BACKENDS if name != "auto"}
+    ours = {name: Kernel(f"Ringspan {name}", partial(_ours, name), devices(name)) for name in BACKENDS}
     return ours | PEERS
 
 

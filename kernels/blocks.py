@@ -80,6 +80,13 @@ def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
     return f"takes scales above 0, not {scale}" if scale <= 0 else None
 
 
+def _hopper_backward_obstacle(q: Tensor, v: Tensor, deterministic: bool) -> str | None:
+    if deterministic:
+        return "adds up dq in no fixed order, and deterministic=True asks for one"
+    widest = max(q.shape[-1], v.shape[-1])
+    return f"has registers for head dims up to 128, not {widest}" if widest > 128 else None
+
+
 def _say(backend: str, reason: str) -> str:
     if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
         _say_once(backend, reason)
@@ -190,8 +197,8 @@ def block_backward(
     if accumulate not in (True, False, "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     chosen = choose_backend(backend, q, v, scale=options["scale"], dropout=dropout)
-    if chosen == "hopper" and deterministic:
-        chosen = _say("triton", "hopper adds up dq in no fixed order, and deterministic=True asks for one")
+    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle(q, v, deterministic)):
+        chosen = _say("triton", f"hopper's backward {obstacle}")
     run = _module(chosen, backward=True)
     if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
         dk.zero_()

@@ -92,7 +92,19 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     number = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
     spills = number["STACK"] + number["LOCAL"]
-    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in kernel.asm["ptx"], usage)
+    ptx = kernel.asm["ptx"]
+    log = _assemble(ptx) if "setmaxnreg" in ptx else ""
+    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in ptx, log)
+
+
+def _assemble(ptx: str) -> str:
+    """What the assembler has to say of a warp-specialised kernel: that it had to put products one after another, for one."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [tool, "-v", "--gpu-name", "sm_90a", file.name, "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 class _Absent:

@@ -27,8 +27,9 @@ from .hopper_common import barriers, descriptor, heads_together, nth_tile, wait_
 from .hopper_tiles import tiles_for
 from .mask import Mask
 from .segments import Segment, num_rows
-from .triton_backward import backward_launches
+from .triton_backward import add_up
 from .triton_common import (
+    EVERYWHERE,
     LOG2E,
     Launch,
     aligned,
@@ -48,25 +49,26 @@ def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr, KEEP: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq are descriptors of (batch, head, row, column)."""
+    DQ_WIDTH: gl.constexpr = BLOCK_D // 2 if SHARE == "columns" else BLOCK_D
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 128, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 128, BLOCK_DV], v.layout)
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
-    dout_tile = gl.allocate_shared_memory(dout.dtype, [DOUT_STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout.layout)
+    dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    DQ_WIDTH: gl.constexpr = BLOCK_D if BLOCK_M == 128 else BLOCK_D // 2
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, DQ_WIDTH], dq.layout)
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows.store(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, kv_free = barriers(1, 1, 2)
-    q_full, q_free = barriers(STAGES, 2, 2)  # full: by the TMA and by the statistics
-    dout_full, dout_free = barriers(DOUT_STAGES, 1, 2)
+    full_at, free_at = barriers(STAGES, 2, 2)  # written by the TMA and by the one who fetches the statistics
     ds_full, ds_free = barriers(2, 2, 2)
-    tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows)
-    flags = (kv_full, q_full, q_free, dout_full, dout_free, ds_full)
+    tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows)
+    flags = (kv_full, full_at, free_at, ds_full)
 
     index = gl.program_id(0)  # the first keys, which most queries see under a causal mask, first; heads as in the forward
     first_sequence = index // (num_tiles * together) * together
@@ -88,19 +90,18 @@ def attention_backward(
     memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
     gl.warp_specialize([
-        (consume, (tiles, flags, work, memory, options, 0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, DOUT_STAGES, GROUP, ADD)),
-        (consume, (tiles, flags, work, memory, options, 1, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, DOUT_STAGES, GROUP, ADD)),
-        (produce, (dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M, STAGES, DOUT_STAGES, GROUP)),
+        (consume, (tiles, flags, work, memory, options, 0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD)),
+        (consume, (tiles, flags, work, memory, options, 1, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD)),
+        (produce, (dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M, STAGES, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    dout, q, k, v, tiles, flags, work, memory, options,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr,
+    dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows = tiles
-    kv_full, q_full, q_free, dout_full, dout_free, ds_full = flags
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows = tiles
+    kv_full, full_at, free_at, ds_full = flags
     b, kv_head, first_key, begin, full, rest, end = work
     dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides = memory
     n = row_count(options[1])
@@ -109,6 +110,8 @@ def produce(
     tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile)
     num = end - begin
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_split = full - begin + end - rest
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(GROUP * num):
         h = kv_head * GROUP + i // num
         row = nth_tile(i % num, begin, full, rest, end) * BLOCK_M
@@ -122,30 +125,31 @@ def produce(
             mask=at < n, other=0.0,
         )  # fmt: skip
         nothing = lse_row == float("-inf")  # such a row weighs nothing, whatever its delta holds
-        place = wait_free(q_free, i, STAGES)
-        mbarrier.expect(q_full.index(place), q.block_type.nbytes)
-        tma_load(q, [b, h, row, 0], q_full.index(place), q_tile.index(place))
-        dout_place = wait_free(dout_free, i, DOUT_STAGES)
-        mbarrier.expect(dout_full.index(dout_place), dout.block_type.nbytes)
-        tma_load(dout, [b, h, row, 0], dout_full.index(dout_place), dout_tile.index(dout_place))
+        place = wait_free(free_at, i, STAGES)
+        mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
+        tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
+        tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
         stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E))
         stats.index(2 * place + 1).store(gl.where(nothing, 0.0, delta_row))
-        mbarrier.arrive(q_full.index(place), count=1)
+        where.index(4 * place).store(gl.full([1], h, gl.int32, ONE))
+        where.index(4 * place + 1).store(gl.full([1], row, gl.int32, ONE))
+        where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, ONE))
+        mbarrier.arrive(full_at.index(place), count=1)
 
 
 @gluon.jit
 def consume(
     tiles, flags, work, memory, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr, KEEP: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, rows = tiles
-    kv_full, q_full, q_free, dout_full, dout_free, ds_full = flags
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows = tiles
+    kv_full, full_at, free_at, ds_full = flags
     b, kv_head, first_key, begin, full, rest, end = work
     dq_to, lse, delta, dk_to, dv_to, lse_strides, delta_strides, dk_strides, dv_strides = memory
     mask, q_at, k_at, scale, softcap = options
-    BY_ROWS: gl.constexpr = BLOCK_M == 128  # a consumer's half of dq: 64 of its rows, else half of its columns
-    DQ_WIDTH: gl.constexpr = BLOCK_D if BY_ROWS else BLOCK_D // 2
+    DQ_WIDTH: gl.constexpr = BLOCK_D // 2 if SHARE == "columns" else BLOCK_D
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
@@ -155,6 +159,7 @@ def consume(
     k_all = k_tile.reshape([128, BLOCK_D])
     k_mine = k_all.slice(ME * 64, 64)
     v_mine = v_tile.reshape([128, BLOCK_DV]).slice(ME * 64, 64)
+    dq_mine = dq_tile.index(ME)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, Q_LAYOUT)
     dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
@@ -162,65 +167,90 @@ def consume(
     key = first_key + ME * 64 + gl.arange(0, 64, KEYS)
     lo, hi = queries_of(position(key, k_at), mask, b)
     key_ok = key < row_count(k_at)
-    num = end - begin
-    num_split = full - begin + end - rest
+    hi = gl.where(key_ok, hi, -EVERYWHERE)
+    steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    for i in range(GROUP * num):
-        tile = nth_tile(i % num, begin, full, rest, end)
-        place = wait_full(q_full, i, STAGES)
+    if KEEP:  # as operands from registers, which shared memory then need not deliver again and again
+        k_mine = k_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        v_mine = v_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    place = 0
+    s = no_scores
+    if AHEAD:
+        if steps > 0:
+            place = wait_full(full_at, 0, STAGES)
+            s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
+            s = warpgroup_mma_wait(0, deps=(s,))
+    for i in range(steps):
+        if not AHEAD:
+            place = wait_full(full_at, i, STAGES)
+            s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
         q = q_tile.index(place).reshape([BLOCK_M, BLOCK_D])
-        s = warpgroup_mma(k_mine, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        dout_place = wait_full(dout_full, i, DOUT_STAGES)
-        dout = dout_tile.index(dout_place).reshape([BLOCK_M, BLOCK_DV])
+        dout = dout_tile.index(place).reshape([BLOCK_M, BLOCK_DV])
         dp = warpgroup_mma(v_mine, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        lse_row = stats.index(2 * place).load(QUERIES)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        if not AHEAD:
+            s = warpgroup_mma_wait(1, deps=(s,))
+        h, row = number(where, 4 * place), number(where, 4 * place + 1)
         s, factor = exponents(s, scale, softcap, False)
-        p = gl.exp2(s * factor - lse_row[None, :])
-        if i % num < num_split:
-            p_q = position(tile * BLOCK_M + rows.load(QUERIES), q_at)
-            visible = (p_q[None, :] <= hi[:, None]) & key_ok[:, None]
+        p = gl.exp2(s * factor - stats.index(2 * place).load(QUERIES)[None, :])
+        if number(where, 4 * place + 2) != 0:
+            p_q = position(row + rows.load(QUERIES), q_at)
+            visible = p_q[None, :] <= hi[:, None]
             if mask[1] is not None or mask[2] is not None:
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
-        delta_row = stats.index(2 * place + 1).load(QUERIES)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
-        ds = p * (dp - delta_row[None, :])
+        ds = p * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
-        ds_mine = ds_tile.index(i % 2).slice(ME * 64, 64)
-        ds_mine.store(ds)
+        ds_all = ds_tile.index(i % 2)
+        ds_all.slice(ME * 64, 64).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(i % 2), count=1)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        mbarrier.arrive(dout_free.index(dout_place), count=1)
+        dv = warpgroup_mma_wait(0, deps=(dv,))
         # Two buffers need no barrier for being free: whoever has passed this one for tile i has read tile i - 1.
         wait_full(ds_full, i, 2)
-        if BY_ROWS:
-            ds_all = ds_tile.index(i % 2).slice(ME * 64, 64, dim=1)
-            dq = warpgroup_mma(ds_all.permute((1, 0)), k_all, no_dq, use_acc=False, is_async=True)
+        column = 0
+        if SHARE == "rows":
+            row += ME * 64
+            dq = warpgroup_mma(ds_all.slice(ME * 64, 64, dim=1).permute((1, 0)), k_all, no_dq, use_acc=False, is_async=True)
         else:
+            column = ME * DQ_WIDTH
             k_half = k_all.slice(ME * DQ_WIDTH, DQ_WIDTH, dim=1)
-            dq = warpgroup_mma(ds_tile.index(i % 2).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(q_free.index(place), count=1)
-        dq = warpgroup_mma_wait(0, deps=(dq,)) * scale
+            dq = warpgroup_mma(ds_all.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
+        before = place
+        if AHEAD:  # the next tile's scores run while dq is handed on (nobody's scores, behind the last one)
+            place = (i + 1) % STAGES
+            if i + 1 < steps:
+                wait_full(full_at, i + 1, STAGES)
+            s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
+        dq = warpgroup_mma_wait(1 + AHEAD, deps=(dq,))
         tma.store_wait(0)
-        dq_mine = dq_tile.index(ME)
-        dq_mine.reshape([64, DQ_WIDTH]).store(dq)
+        dq_mine.reshape([64, DQ_WIDTH]).store(dq * scale)
         fence_async_shared()
-        row = tile * BLOCK_M
-        if BY_ROWS:
-            tma_add(dq_to, [b, kv_head * GROUP + i // num, row + ME * 64, 0], dq_mine)
+        tma_add(dq_to, [b, h, row, column], dq_mine)
+        if AHEAD:
+            dk, s = warpgroup_mma_wait(0, deps=(dk, s))
         else:
-            tma_add(dq_to, [b, kv_head * GROUP + i // num, row, ME * DQ_WIDTH], dq_mine)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(free_at.index(before), count=1)
     tma.store_wait(0)
     write(dk * scale, dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
     write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
+
+
+@gluon.jit
+def scores(k_mine, q_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr):
+    return warpgroup_mma(k_mine, q_tile.reshape([BLOCK_M, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def number(numbers, n):
+    """A number that the producer left in shared memory."""
+    return gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -263,9 +293,8 @@ def block_backward(
     dout, q = (aligned(without_padding(x, mask, q_at)) for x in (dout, q))
     k, v = aligned(without_padding(k, mask, k_at)), aligned(v)
     options = option_arguments(head_start, scale, softcap, dropout, seed)
-    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)
-    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate, launches):
-        call()
+    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)  # the TMA adds, and in fp32
+    add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate or "dq", launches)
     if dq_sum is not dq:
         dq.copy_(dq_sum)
 
@@ -298,7 +327,7 @@ def launches(
         q=descriptor(q, q_rows, block_m, block_d),
         k=descriptor(k, k_rows, 128, block_d),
         v=descriptor(v, k_rows, 128, block_dv),
-        dq=descriptor(dq, q_rows, 64, block_d if block_m == 128 else block_d // 2),
+        dq=descriptor(dq, q_rows, 64, block_d // 2 if tiles["SHARE"] == "columns" else block_d),
         **tensors,
         **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
         mask=mask_argument(mask, q.device),
@@ -307,7 +336,7 @@ def launches(
         num_tiles=num_tiles,
         num_sequences=batch * kv_heads,
         num_heads=kv_heads,
-        together=heads_together(q, dq, q_rows, 1),
+        together=heads_together(q_rows * (heads // kv_heads) * (2 * q.element_size() + 4) * width, 1),
         scale=options["scale"],
         softcap=options["softcap"],
         D=width,

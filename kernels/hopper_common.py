@@ -13,6 +13,7 @@ from .mask import Mask
 from .segments import Segment, positions
 from .triton_common import split_tile
 
+CACHE = 16 * 2**20  # bytes of the L2 cache that the heads in work may fill; measured, of 8, 16, 32, 40 MiB and all of it
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
 
@@ -74,11 +75,9 @@ def without_padding(x: Tensor, mask: Mask, at: list[Segment]) -> Tensor:
     return filled
 
 
-def heads_together(k: Tensor, v: Tensor, rows: int, group: int) -> int:
-    """How many query heads to work on at a time, so that their keys and values stay in the L2 cache."""
-    import os
-    a_head = rows * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return group * max(1, int(os.environ.get("L2", 16)) * 2**20 // a_head)
+def heads_together(streamed: int, group: int) -> int:
+    """How many heads to work on at a time, so that what they stream, `streamed` bytes for each group, stays in the L2 cache."""
+    return group * max(2, CACHE // max(1, streamed))
 
 
 @functools.cache
@@ -88,6 +87,4 @@ def _multiprocessors(index: int) -> int:
 
 def num_programs(device: torch.device) -> int:
     """One for each multiprocessor."""
-    import os
-    if n:= int(os.environ.get("PROGRAMS", 0)): return n
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 132

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from .compat import tma_load
+from .compat import tma_load, tma_store
 from .hopper_common import (
     WARPGROUP_ROWS,
     barriers,
@@ -53,20 +59,23 @@ def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse, taken, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """q, k and v are descriptors of (batch, head, row, column); q's block is one warpgroup's 64 rows."""
+    """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); q's and out's block is a warpgroup's 64 rows."""
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
     k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
-    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_tile = q_tile  # stands in where out is written straight from registers
+    if STAGED:
+        o_tile = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, 64, BLOCK_DV], out.layout)
+    next_tile = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … BLOCK_N - 1 in memory: as constants the compiler would keep them in registers that the loop needs
     columns = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns.store(gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0])))
     q_full, q_free = barriers(Q_STAGES, 1, CONSUMERS)
     kv_full, kv_free = barriers(STAGES, 1, CONSUMERS)
     next_full, next_free = barriers(2, 1, CONSUMERS)
-    tiles = (q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns)
+    tiles = (q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns)
     queue = (next_tile, next_full, next_free)
     work = (mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together)
     memory = (
@@ -74,25 +83,26 @@ def attention_forward(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
-            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
+            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
-            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
-            (consume, (tiles, queue, work, memory, 2, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
+            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
+            (consume, (tiles, queue, work, memory, 2, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
 @gluon.jit
-def publish(queue, i, index):
-    """Tells the consumers the i-th query tile of this program."""
+def publish(queue, i, tile):
+    """Tells the consumers about the i-th query tile of this program: (any left?, batch, head, first row, key tiles)."""
     next_tile, next_full, next_free = queue
     place = wait_free(next_free, i, 2)
-    next_tile.index(place).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    for n in gl.static_range(8):
+        next_tile.index(place * 8 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_full.index(place), count=1)
 
 
@@ -100,9 +110,21 @@ def publish(queue, i, index):
 def receive(queue, i):
     next_tile, next_full, next_free = queue
     place = wait_full(next_full, i, 2)
-    index = gl.max(next_tile.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    more, b, h, row = (
+        number(next_tile, place, 0),
+        number(next_tile, place, 1),
+        number(next_tile, place, 2),
+        number(next_tile, place, 3),
+    )
+    begin, full, rest = number(next_tile, place, 4), number(next_tile, place, 5), number(next_tile, place, 6)
+    end = number(next_tile, place, 7)
     mbarrier.arrive(next_free.index(place), count=1)
-    return index
+    return more, b, h, row, begin, full, rest, end
+
+
+@gluon.jit
+def number(next_tile, place, n):
+    return gl.max(next_tile.index(place * 8 + n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -131,15 +153,15 @@ def produce(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A slot holds what is multiplied at the same time: keys, and the values of the keys before."""
-    q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
     total = work[3] * work[4]
     slots = 0  # so far
     i = 0
     index = gl.program_id(0)
     before_b, before_head, before_key = 0, 0, 0
     while index < total:
-        publish(queue, i, index)
         b, h, row, begin, full, rest, end = whereabouts(index, work, CONSUMERS * 64, BLOCK_N)
+        publish(queue, i, (1, b, h, row, begin, full, rest, end))
         kv_head = h // work[6]
         for j in range(gl.maximum(end - begin, 1)):
             key = nth_tile(j, begin, full, rest, end) * BLOCK_N
@@ -160,7 +182,7 @@ def produce(
                     tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_place), q_tile.index(q_place * CONSUMERS + c))
         index = gl.num_programs(0) + gl.atomic_add(taken, 1)
         i += 1
-    publish(queue, i, total)
+    publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0))
     place = wait_free(kv_free, slots, STAGES)
     mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
     tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
@@ -169,13 +191,11 @@ def produce(
 @gluon.jit
 def consume(
     tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    q_tile, k_tile, v_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together = work
-    (
-        out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap,
-    ) = memory  # fmt: skip
+    scale, softcap = memory[8], memory[9]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -184,16 +204,14 @@ def consume(
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
-    index = receive(queue, i)
+    more, b, h, first_row, begin, full, rest, end = receive(queue, i)
+    row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
     q_place = wait_full(q_full, i, Q_STAGES)
     place = wait_full(kv_full, slots, STAGES)
     s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(kv_free.index(place), count=1)
-    while index < num_tiles * num_sequences:
-        b, h, first_row, begin, full, rest, end = whereabouts(index, work, CONSUMERS * 64, BLOCK_N)
-        row = first_row + ME * 64 + gl.arange(0, 64, ROWS)
-        lo, hi = keys_of(position(row, q_at), mask, b)
+    while more != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64], 0.0, gl.float32, ROWS)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
@@ -225,48 +243,78 @@ def consume(
         mbarrier.arrive(q_free.index(q_place), count=1)
         # The last product with v, and already the next query tile's first scores (nobody's, behind the last one).
         i += 1
-        index = receive(queue, i)
-        if index < num_tiles * num_sequences:
+        this_b, this_h, this_first, this_row = b, h, first_row + ME * 64, row
+        more, b, h, first_row, begin, full, rest, end = receive(queue, i)
+        row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
+        if more != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
         acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
         s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
-        row_ok = row < row_count(q_at)
-        before = gl.full([64], float("-inf"), gl.float32, ROWS)
-        column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
-        o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
-        o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
-        if carry_lse is not None:  # joins last, in fp32: see triton_forward.py
-            before = gl.load(
-                carry_lse + b.to(gl.int64) * carry_lse_strides[0] + h * carry_lse_strides[1] + row.to(gl.int64) * carry_lse_strides[2],
-                mask=row_ok, other=float("-inf"),
-            )  # fmt: skip
-            base = before * LOG2E
-            top = gl.maximum(m, base)
-            top_safe = gl.where(top == float("-inf"), 0.0, top)
-            weight = gl.where(base == top_safe, 1.0, gl.exp2(base - top_safe))
-            shrink = gl.exp2(m - top_safe)
-            total = total * shrink + weight
-            acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
-            if carry_out is not None:
-                at = carry_out + b.to(gl.int64) * carry_out_strides[0] + h * carry_out_strides[2]
-                carried = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=o_ok, other=0.0)
-                acc += gl.convert_layout(weight, O_ROWS)[:, None] * carried
-            m = top
-        empty = total == 0
-        divisor = gl.where(empty, 1.0, total)
-        acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
-        stats = gl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + gl.log(divisor))
-        stats = gl.where(empty, float("-inf"), stats)
-        gl.store(
-            lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1] + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok
-        )
-        at = out + b.to(gl.int64) * out_strides[0] + h * out_strides[2]
-        gl.store(at + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+        finish(
+            acc, m, total, this_b, this_h, this_first, this_row, row_count(q_at), memory, o_tile.index(ME),
+            DV, BLOCK_DV, O_LAYOUT, STAGED,
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(kv_free.index(place), count=1)
+
+    if STAGED:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def reach(first_row, b, mask, q_at, k_at, ROWS: gl.constexpr):
+    """64 rows, and the first and last key that each of them sees."""
+    row = first_row + gl.arange(0, 64, ROWS)
+    lo, hi = keys_of(position(row, q_at), mask, b)
+    return row, lo, gl.minimum(hi, position(row_count(k_at) - 1, k_at))
+
+
+@gluon.jit
+def finish(
+    acc, m, total, b, h, first_row, row, num_rows, memory, o_tile,
+    DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    """The carry joins, the softmax divides, out and lse are written."""
+    out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap = memory
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    row_ok = row < num_rows
+    before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
+    column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
+    o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
+    o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
+    if carry_lse is not None:  # joins last, in fp32: see triton_forward.py
+        at = carry_lse + b.to(gl.int64) * carry_lse_strides[0] + h * carry_lse_strides[1]
+        before = gl.load(at + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        base = before * LOG2E
+        top = gl.maximum(m, base)
+        top_safe = gl.where(top == float("-inf"), 0.0, top)
+        weight = gl.where(base == top_safe, 1.0, gl.exp2(base - top_safe))
+        shrink = gl.exp2(m - top_safe)
+        total = total * shrink + weight
+        acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
+        if carry_out is not None:
+            at = carry_out + b.to(gl.int64) * carry_out_strides[0] + h * carry_out_strides[2]
+            carried = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=o_ok, other=0.0)
+            acc += gl.convert_layout(weight, O_ROWS)[:, None] * carried
+        m = top
+    empty = total == 0
+    divisor = gl.where(empty, 1.0, total)
+    acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
+    stats = gl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + gl.log(divisor))
+    stats = gl.where(empty, float("-inf"), stats)
+    at = lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1]
+    gl.store(at + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok)
+    if STAGED:
+        tma.store_wait(0)
+        o_tile.reshape([64, BLOCK_DV]).store(acc.to(out.dtype))
+        fence_async_shared()
+        tma_store(out, [b, h, first_row, 0], o_tile)
+    else:
+        at = out + b.to(gl.int64) * out_strides[0] + h * out_strides[2]
+        gl.store(at + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
 
 
 @gluon.jit
@@ -283,9 +331,8 @@ def softmax(
     """Scores → (weights, m, total, what acc shrinks by). split: the mask goes through the tile."""
     s, factor = exponents(s, scale, softcap, False)
     if split:
-        key = tile * BLOCK_N + columns.load(gl.SliceLayout(0, s.type.layout))
-        p_k = position(key, k_at)
-        visible = (p_k[None, :] <= hi[:, None]) & (key < row_count(k_at))[None, :]
+        p_k = position(tile * BLOCK_N + columns.load(gl.SliceLayout(0, s.type.layout)), k_at)
+        visible = p_k[None, :] <= hi[:, None]  # hi ends with the keys
         if mask[0] is not None or mask[2] is not None:
             visible &= p_k[None, :] >= lo[:, None]
         s = gl.where(visible, s, float("-inf"))
@@ -341,12 +388,13 @@ def launch(
     block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
     carry_out, carry_lse = carry or (None, None)
     written = dict(out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    staged = tiles.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
     num_tiles = -(-rows // (WARPGROUP_ROWS * tiles["CONSUMERS"]))
     arguments = dict(
         q=descriptor(q, num_rows(q_at), WARPGROUP_ROWS, block_d),
         k=descriptor(k, num_rows(k_at), block_n, block_d),
         v=descriptor(v, num_rows(k_at), block_n, block_dv),
-        **written,
+        **written | (dict(out=descriptor(out, num_rows(q_at), WARPGROUP_ROWS, block_dv)) if staged else {}),
         **{f"{name}_strides": None if x is None else x.stride()[:3] for name, x in written.items()},
         mask=mask_argument(mask, q.device),
         q_at=at_argument(q_at),
@@ -356,10 +404,11 @@ def launch(
         num_sequences=batch * heads,
         num_heads=heads,
         group=heads // k.shape[2],
-        together=heads_together(k, v, num_rows(k_at), heads // k.shape[2]),
+        together=heads_together(num_rows(k_at) * (width + v.shape[-1]) * k.element_size(), heads // k.shape[2]),
         scale=options["scale"],
         softcap=options["softcap"],
         DV=v.shape[-1],
+        STAGED=staged,
         **tiles,
     )
     return Launch(attention_forward, (min(num_programs(q.device), num_tiles * batch * heads),), arguments)

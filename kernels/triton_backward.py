@@ -266,9 +266,30 @@ def block_backward(
 ) -> None:
     dout, q, k, v = (aligned(x) for x in (dout, q, k, v))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
+    add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, options, accumulate, _launches)
+
+
+def add_up(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Mask,
+    q_at: list[Segment],
+    k_at: list[Segment],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    options: dict[str, Any],
+    accumulate: bool | str,
+    launches: Callable[..., Iterator[Launch]],
+) -> None:
+    """Runs all launches, with fp32 sums behind gradients in 16 bits that take more than one."""
     pieces = len(ascending_runs(q_at)) * len(ascending_runs(k_at))
-    totals = [g if accumulate or pieces == 1 else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]  # sums in fp32
-    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, *totals, options, accumulate):
+    totals = [g if pieces == 1 or g.dtype == lse.dtype else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]
+    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, *totals, options, accumulate, launches):
         call()
     for given, total in zip((dq, dk, dv), totals, strict=True):
         if total is not given:

@@ -8,6 +8,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+ON_HOPPER = pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs an sm_90 GPU")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch
 
-from kernels import Mask, compat
+from kernels import Mask, compat, hopper_backward, hopper_forward
 from kernels.segments import whole
 from kernels.triton_backward import backward_launches
 from kernels.triton_common import Launch, option_arguments
@@ -32,9 +32,10 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 }
 EVERYWHERE = ("d128-causal", "d64-causal")
 ON_HOPPER = tuple(CONFIGURATIONS)
+GLUON = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap")
 
 
-def launches(name: str) -> Iterator[Launch]:
+def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     """The forward's and the backward's launches on tensors that hold nothing."""
     width, v_width, dtype, heads, kv_heads, options = CONFIGURATIONS[name]
 
@@ -48,9 +49,11 @@ def launches(name: str) -> Iterator[Launch]:
     dropout = options.get("dropout", 0.0)
     seed = empty(dtype=torch.int64) if dropout else None
     numbers = option_arguments(0, width**-0.5, options.get("softcap", 0.0), dropout, seed)
-    yield from forward_launches(q, k, v, mask, at, at, carry, out, lse, numbers)
-    grads = (x.float() if carry else x for x in (q, k, v))
-    yield from backward_launches(out, q, k, v, lse, lse, mask, at, at, *grads, numbers, carry is not None)
+    forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
+    yield from forward_launches(q, k, v, mask, at, at, carry, out, lse, numbers, forward)
+    grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
+    if not gluon or max(width, v_width) <= 128:
+        yield from backward_launches(out, q, k, v, lse, lse, mask, at, at, *grads, numbers, carry is not None, backward)
 
 
 if __name__ == "__main__":
@@ -61,4 +64,8 @@ if __name__ == "__main__":
             for launch in launches(name):
                 compiled = asdict(compat.compile_ahead(launch, chip))
                 results[f"{chip}/{name}/{launch.kernel.fn.__name__}"] = compiled
+    os.environ["RINGSPAN_CHIP"] = "sm_90"
+    for name in GLUON:
+        for launch in launches(name, gluon=True):
+            results[f"hopper/{name}/{launch.kernel.fn.__name__}"] = asdict(compat.compile_ahead(launch, "sm_90"))
     print(json.dumps(results))

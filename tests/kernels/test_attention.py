@@ -198,7 +198,7 @@ def test_an_expanded_batch(device: str) -> None:
     torch.testing.assert_close(many, attention(q, k, v, Mask(causal=True)).expand(3, -1, -1, -1))
 
 
-def test_auto_takes_triton_only_on_a_gpu(device: str) -> None:
+def test_auto_goes_by_the_device(device: str) -> None:
     q, _, v = qkv(device)
     assert choose_backend("auto", q, v) == ("triton" if device == "cuda" else "chunked")
     assert choose_backend("auto", q.double(), v.double()) == "chunked"

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import Mask, attention, block_backward, block_forward, output_delta
 from kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
 
-from ..conftest import HAS_GPU
+from ..conftest import HAS_GPU, ON_HOPPER
 from .cases import packed
 
 LENGTH = 96
@@ -61,7 +61,7 @@ def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torc
     torch.testing.assert_close(many_out, out, **exact)
     torch.testing.assert_close(many_lse, lse, **exact)
 
-    delta = output_delta(dout, out)
+    delta = output_delta(dout, out, backend=backend)
     once = [torch.zeros_like(x) for x in (q, k, v)]
     block_backward(dout, q, k, v, lse, delta, mask, whole(LENGTH), whole(LENGTH), *once, **options)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -171,10 +171,11 @@ def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: s
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=ON_HOPPER)])
 @pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 16])
-def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
+def test_carry_loses_no_accuracy_in_bf16(blocks: int, backend: str, device: str) -> None:
     """RMS error of out and gradients over carried blocks ≤ 1.05 × that of one call (DESIGN: the ring rule)."""
-    length, backend = 4096 if HAS_GPU else 256, "triton"
+    length = 4096 if HAS_GPU else 256
     mask = Mask(causal=True)
     q, k, v, dout = (x[:1] for x in inputs(torch.bfloat16, device, length, heads=2, width=64))
     exact_inputs = [x.double() for x in (q, k, v)]
@@ -186,7 +187,7 @@ def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
 
     def errors(pieces: list) -> list[float]:
         out, lse = carried(q, k, v, mask, pieces, backend=backend)
-        delta = output_delta(dout, out)
+        delta = output_delta(dout, out, backend=backend)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         for a, b in pieces:
             block = whole(length), [(a, 1, b - a)]
@@ -200,7 +201,7 @@ def test_carry_loses_no_accuracy_in_bf16(blocks: int, device: str) -> None:
         assert several <= 1.05 * one, f"{name}: {several:.3e} over {blocks} blocks, {one:.3e} in one call"
 
 
-@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("backend, dtype", [*ENGINES, pytest.param("hopper", torch.bfloat16, marks=ON_HOPPER)])
 def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: str) -> None:
     q, k, v, dout = (x.requires_grad_() for x in inputs(dtype, device))
 

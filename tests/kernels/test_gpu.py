@@ -5,13 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Mask, attention, block_forward
+from kernels.blocks import choose_backend
 from kernels.segments import whole
 
+from ..conftest import ON_HOPPER
 from .cases import CASES
 from .dense import Case
 from .test_backends import check_case
 
 pytestmark = pytest.mark.gpu
+
+
+KERNELS = ["triton", pytest.param("hopper", marks=ON_HOPPER)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -20,11 +25,30 @@ def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: 
     check_case(case.grown(13), "triton", dtype, "cuda")
 
 
+@ON_HOPPER
+@pytest.mark.parametrize("growth", [1, 13])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout and (case.scale or 1) > 0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_memory: None) -> None:
+    check_case(case.grown(growth) if growth > 1 else case, "hopper", dtype, "cuda")
+
+
+@ON_HOPPER
+def test_what_hopper_does_not_take() -> None:
+    q = torch.randn(1, 10, 2, 64, device="cuda", dtype=torch.bfloat16)
+    for inputs, options in ((q.float(), {}), (q, dict(dropout=0.1)), (q, dict(scale=-1.0))):
+        with pytest.raises(ValueError, match="hopper.*use backend='triton'"):
+            attention(inputs, inputs, inputs, backend="hopper", **options)
+        assert attention(inputs, inputs, inputs, **options).isfinite().all()
+    assert choose_backend("auto", q, q) == "hopper"
+
+
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("width", range(16, 257, 8))
 @pytest.mark.parametrize("v_width", [None, 24, 128])
-def test_every_head_dim(width: int, v_width: int | None, poisoned_memory: None) -> None:
+def test_every_head_dim(width: int, v_width: int | None, backend: str, poisoned_memory: None) -> None:
     case = Case(f"width-{width}-{v_width}", rows=300, width=width, v_width=v_width, causal=True, heads=(4, 2))
-    check_case(case, "triton", torch.bfloat16, "cuda")
+    check_case(case, backend, torch.bfloat16, "cuda")
 
 
 LONG = {
@@ -36,15 +60,16 @@ LONG = {
 }
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", LONG)
-def test_long_against_chunked_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+def test_long_against_chunked_in_fp32(name: str, backend: str, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     monkeypatch.setattr("kernels.chunked.Q_CHUNK", 1024)
     monkeypatch.setattr("kernels.chunked.K_CHUNK", 2048)
     length, width, make = LONG[name]
     mask = make(length)
     q, k, v, dout = (torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = attention(*leaves, mask, return_lse=True, backend="triton")
+    out, lse = attention(*leaves, mask, return_lse=True, backend=backend)
     got = out, lse, *torch.autograd.grad(out, leaves, dout)
     exact = [x.detach().float().requires_grad_() for x in leaves]
     ref_out, ref_lse = attention(*exact, mask, return_lse=True, backend="chunked")
@@ -67,7 +92,8 @@ def test_long_against_chunked_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch
             assert (value - ref).abs().max() <= allowed, label
 
 
-def test_strides_past_two_to_the_31(poisoned_memory: None) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_strides_past_two_to_the_31(backend: str, poisoned_memory: None) -> None:
     """300 rows, 8M elements apart: the last one's offset is 2.4e9."""
     rows, heads, width, step = 300, 2, 64, 8_000_000
     wide = [
@@ -76,14 +102,14 @@ def test_strides_past_two_to_the_31(poisoned_memory: None) -> None:
     near = [torch.randn(1, rows, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     for far, x in zip(wide, near, strict=True):
         far.copy_(x)
-    results = []
+    results = []  # bit for bit, so in a fixed order
     for q, k, v, dout in (wide, near):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, Mask(causal=True), backend="triton")
+        out = attention(*leaves, Mask(causal=True), backend=backend, deterministic=True)
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     into = wide[3].fill_(float("nan")), torch.empty(1, heads, rows, device="cuda")
-    assert torch.equal(block_forward(*wide[:3], Mask(causal=True), into=into)[0], results[0][0])
+    assert torch.equal(block_forward(*wide[:3], Mask(causal=True), into=into, backend=backend)[0], results[0][0])
 
 
 def test_forward_memory_is_lse_and_little_else() -> None:
