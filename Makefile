@@ -14,8 +14,8 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 .DELETE_ON_ERROR:
 .PHONY: train test lint format tables clean
 
-train: $(VENV)/.run  ## ARGS="--steps=50 --length=256": see python -m trainer.train --help
-	$(BIN)/python -m trainer.train $(ARGS)
+train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see python -m launch --help
+	$(BIN)/python -m launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
 test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
 	$(BIN)/python -m pytest -q --durations=10 $(ARGS)

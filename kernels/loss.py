@@ -35,20 +35,26 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    return_each: bool = False,
+) -> tuple[Tensor, ...]:
     """Cross-entropy of `hidden @ weight.T` against labels: its sum over labels != ignore_index, and their number.
 
     Ignored positions give no loss and no gradient, whatever hidden holds there. Autocast applies as it does to F.linear.
+    `return_each` adds two tensors of labels' shape, without gradients: each position's loss, and whether its label had the
+    largest logit (0 and False where ignored).
     """
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # meta has none, and asking raises
         low = torch.get_autocast_dtype(device)
         hidden, weight = (x.to(low) if x.dtype in DTYPES[1:] else x for x in (hidden, weight))  # it leaves fp64 alone
     _check(hidden, weight, labels, label_smoothing, z_loss, softcap)
+    shape = labels.shape
     hidden, labels = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1).long()
     grad = torch.is_grad_enabled()  # asked here, because inside the op it is always off
     needs = grad and hidden.requires_grad, grad and weight.requires_grad
-    return _op(hidden, weight, labels, ignore_index, float(label_smoothing), float(z_loss), float(softcap), *needs)[:2]
+    options = float(label_smoothing), float(z_loss), float(softcap)
+    loss_sum, num_valid, losses, hits, *_ = _op(hidden, weight, labels, ignore_index, *options, *needs)
+    return (loss_sum, num_valid, losses.view(shape), hits.view(shape)) if return_each else (loss_sum, num_valid)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, softcap: float) -> None:
@@ -83,7 +89,7 @@ def _op(
     softcap: float,
     needs_dhidden: bool,
     needs_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     V = weight.shape[0]
     valid = labels != ignore_index
     labels = torch.where(valid, labels, 0)
@@ -96,6 +102,7 @@ def _op(
     mixed: dict[str, Any] = {} if operand == accum else {"out_dtype": accum}
     w = weight.to(operand)
     losses = hidden.new_empty(len(hidden), dtype=accum)  # one sum at the end: its order does not depend on the chunks
+    hits = torch.empty_like(valid)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
     dweight = weight.new_zeros(weight.shape if needs_dweight else 0, dtype=accum)
 
@@ -113,7 +120,9 @@ def _op(
                 squares: Any = z.square() if needs_dhidden or needs_dweight else None  # dz / dlogit = 1 - tanh²
                 z.mul_(softcap)
             top = z.amax(1, keepdim=True)
-            loss = (1 - label_smoothing) * (top - z.gather(1, label))
+            gap = top - z.gather(1, label)
+            hits[rows] = (keep & (gap == 0))[:, 0]
+            loss = (1 - label_smoothing) * gap
             if label_smoothing:
                 loss += label_smoothing * (top - z.mean(1, keepdim=True))
             # One kernel, half the time of sub, exp, sum, div. In place is safe: it writes an element after its last read.
@@ -137,20 +146,22 @@ def _op(
                 if needs_dweight:
                     torch.addmm(dweight, dlogits.T, h, **mixed, out=dweight)  # ignored rows of h are zeros
             z = squares = dlogits = None  # else they would live until the next chunk has made its own
-    return losses.sum(), valid.sum(), dhidden, dweight.to(weight.dtype)
+    return losses.sum(), valid.sum(), losses, hits, dhidden, dweight.to(weight.dtype)
 
 
 @_op.register_fake
-def _(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, ...]:
     needs_dhidden, needs_dweight = options[-2:]
-    loss_sum = hidden.new_empty((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    losses = hidden.new_empty(labels.shape, dtype=accum)  # not len(labels), which would fix the length it compiles for
+    hits = labels.new_empty(labels.shape, dtype=torch.bool)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
     dweight = weight.new_empty(weight.shape if needs_dweight else 0)
-    return loss_sum, labels.new_empty(()), dhidden, dweight
+    return losses.new_empty(()), labels.new_empty(()), losses, hits, dhidden, dweight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[2:])
+    ctx.save_for_backward(*output[4:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros as large as weight for outputs that nobody differentiates
 

@@ -1,26 +1,83 @@
-"""What a training step costs in floating-point operations, by the convention that the project's numbers use.
+"""What a training step costs, in operations and parameters: the one source for MFU and for the planner. Imports no torch.
 
-A weight of a matrix product costs 2 operations per token forward and 4 backward. A head of attention costs, for
-each pair of a query and a key that it sees, 4 · D forward and 2.5 times that backward, which has five products for the
-forward's two. The embedding is a look-up and counts nothing; nor does what runs again in the backward to save memory.
+Two conventions, always named. *3×* ("model") counts forward and backward as 3 forwards: a weight of a matrix product costs 2
+operations per token forward and 4 backward, a pair of a query and a key that see each other costs 4 · head_dim in each head,
+times 3. *3.5×* ("kernel") counts attention as its kernels run: the backward has five products for the forward's two. Both
+count the pairs that the mask truly lets through: causal, window and documents. The embedding is a look-up and counts nothing,
+nor does what runs again in the backward to save memory.
 """
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from kernels import Mask
+from .config import Model
 
-from .model import GPTConfig
-
-
-def training_flops(config: GPTConfig, tokens: torch.Size, mask: Mask) -> float:
-    """Forward and backward of tokens of this shape (B, S)."""
-    attention = config.dim * config.head_dim * (2 * config.heads + 2 * config.kv_heads)  # q and o; k and v
-    weights = config.layers * (attention + 3 * config.dim * config.mlp_dim) + config.dim * config.vocabulary
-    pairs = visible_pairs(mask, *tokens)
-    return 6 * weights * tokens.numel() + 3.5 * 4 * config.layers * config.heads * config.head_dim * pairs
+CONVENTIONS = {"3x": 3.0, "3.5x": 3.5}
 
 
-def visible_pairs(mask: Mask, batch: int, length: int) -> int:
-    """How many (query, key) pairs the mask lets through, in the whole batch."""
-    lo, hi = mask.interval(torch.arange(length), num_keys=length)
-    return int((hi - lo + 1).clamp(min=0).expand(batch, length).sum())
+@dataclass(frozen=True)
+class Parameters:
+    """How many numbers the model has, by term."""
+
+    embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    head: int  # 0 if tied
+    products: int  # of these, those that tokens are multiplied with: the head's too if it is tied
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+
+def head_dim(model: Model) -> int:
+    return model.head_dim or model.dim // model.heads
+
+
+def window(model: Model, layer: int) -> int:
+    """How many tokens this layer looks back, itself included; 0: all."""
+    return model.windows[layer % len(model.windows)] if model.windows else 0
+
+
+def parameters(model: Model) -> Parameters:
+    dim, bias, width = model.dim, int(model.bias), head_dim(model)
+    heads, kv_heads = model.heads * width, model.kv_heads * width
+    qkvo = dim * (heads + 2 * kv_heads) + heads * dim
+    gates = 2 if model.activation == "swiglu" else 1
+    mlp = (gates + 1) * dim * model.mlp_dim
+    norm = dim * (1 + (bias if model.norm == "layernorm" else 0))
+    extras = bias * (heads + 2 * kv_heads + dim) + model.heads * model.sinks
+    table = model.vocabulary * dim
+    return Parameters(
+        embedding=table + (model.max_positions * dim if model.positions == "learned" else 0),
+        attention=model.layers * (qkvo + extras),
+        mlp=model.layers * (mlp + bias * (gates * model.mlp_dim + dim)),
+        norms=model.layers * (2 * norm + 2 * width * model.qk_norm) + norm,
+        head=0 if model.tied else table,
+        products=model.layers * (qkvo + mlp) + table,
+    )
+
+
+def visible_pairs(lengths: Iterable[int], window: int = 0) -> int:
+    """How many (query, key) pairs a causal mask lets through, of documents so long."""
+    total = 0
+    for length in map(int, lengths):
+        near = min(length, window) if window else length
+        total += near * (near + 1) // 2 + (length - near) * near
+    return total
+
+
+def attention_flops(model: Model, lengths: Iterable[int], factor: float) -> float:
+    """Of all layers, for documents so long. factor 1 is the forward alone."""
+    lengths = list(lengths)
+    by_window = {w: visible_pairs(lengths, w) for w in {window(model, layer) for layer in range(model.layers)}}
+    pairs = sum(by_window[window(model, layer)] for layer in range(model.layers))
+    return factor * 4 * model.heads * head_dim(model) * pairs
+
+
+def training_flops(model: Model, lengths: Iterable[int], convention: str = "3.5x") -> float:
+    """Forward and backward of packed documents of these lengths; padding counts as nothing."""
+    lengths = list(lengths)
+    products = 6 * parameters(model).products * sum(lengths)
+    return products + attention_flops(model, lengths, CONVENTIONS[convention])

@@ -1,80 +1,107 @@
-"""The training loop: a batch, its loss, its gradient, a step of the optimizer, and now and then a line about it."""
+"""The training loop, on one screen.
 
-import math
-import os
-import time
+A step is: its micro-batches forward and backward, the optimizer, and one reduction over all ranks, which carries the loss, the
+losses by source, whether someone was asked to stop, and how many labels the next step has. The loss is summed where its tokens
+are and divided once, by the labels of all ranks: no number depends on how many there are.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
-from .cost import training_flops
-from .data import Dataset
-from .model import GPT
-from .optim import Cosine, adamw
-
-CLIP = 1.0  # largest norm of the gradient that a step follows as it is
-EVAL_BATCHES = 8
+from .data import Batch
+from .optim import fraction
+from .run import Run
 
 
-def train(
-    model: GPT, data: Dataset, held_out: Dataset, schedule: Cosine, log_every: int = 20, eval_every: int = 100
-) -> list[float]:
-    """Trains the model where it lies and returns the loss of every step."""
-    device, steps = next(model.parameters()).device, schedule.steps
-    optimizer = adamw(model)
-    losses: list[torch.Tensor] = []  # left on the device: reading one waits for it
-    num_tokens, flops, clock = 0, 0.0, time.perf_counter()
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = rate = schedule(step)
-        batch = data.batch(step - 1)
-        with precision(device):
-            loss_sum, num_valid = model(*batch.to(device))
-        loss = loss_sum / num_valid.clamp(min=1)
-        loss.backward()
-        grad = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-        name = f"step {step:{len(str(steps))}}/{steps}"
-        losses.append(loss.detach())
-        num_tokens += batch.tokens.numel()
-        flops += training_flops(model.config, batch.tokens.shape, batch.mask)
-        evaluates = step % eval_every == 0 or step == steps
-        if evaluates or step % log_every == 0 or step == 1:
-            value, norm = loss.item(), grad.item()  # waits for the device, so the clock is read after it
-            speed, flops = flops / (time.perf_counter() - clock) / 1e12, 0.0
-            line = f"{name}  loss {value:.3f}  grad {norm:.2f}  lr {rate:.1e}"
-            print(f"{line}  {num_tokens / 1000:.0f}k tok  {speed:.3g} TFLOP/s", flush=True)
-            clock = time.perf_counter()
-        if evaluates:
-            value = evaluate(model, held_out)
-            print(f"{name}  held-out loss {value:.3f}  {value / math.log(2):.2f} bits per byte", flush=True)
-            clock = time.perf_counter()  # a step's speed is without it
-    return torch.stack(losses).tolist()
+class TooManyBadSteps(RuntimeError):
+    """The gradient was not finite several steps in a row; the message has the batch's samples."""
 
 
-@torch.no_grad()
-def evaluate(model: GPT, data: Dataset) -> float:
-    """The mean loss per label over the same few batches every time: over tokens, not a mean of the batches' means."""
-    device = next(model.parameters()).device
-    total, count = torch.zeros(2, dtype=torch.float64, device=device)
-    for number in range(min(EVAL_BATCHES, len(data))):
-        with precision(device):
-            loss_sum, num_valid = model(*data.batch(number).to(device))
-        total, count = total + loss_sum, count + num_valid
-    return (total / count.clamp(min=1)).item()
+def train(run: Run) -> bool:
+    """Trains to the last step, or until a signal; True if it got there."""
+    config, engine, position = run.config, run.engine, run.position
+    batches = run.batches()
+    upcoming = next(batches)
+    labels = run.ranks.sum(torch.tensor(_labels(upcoming), dtype=torch.float64, device=run.device)).item()
+    bad = 0
+    for step in range(position.step + 1, config.steps + 1):
+        batch, sums = upcoming, Sums.zeros(len(run.data.names), run.device)
+        with run.inspect(step):
+            for index, micro in enumerate(batch):
+                run.watchdog.at(step, f"micro-batch {index + 1} of {len(batch)}")
+                moved = micro.to(run.device)
+                loss, count, each, _ = engine(*moved.inputs, True)
+                engine.backward(loss, labels)
+                sums.add(loss, count, each, moved)
+            run.watchdog.at(step, "optimizer")
+            rate = fraction(config.schedule, step, config.steps)
+            grad, applied = engine.step(rate)
+
+        run.watchdog.at(step, "reduction")
+        upcoming = next(batches)
+        total = sums.reduced(run, batch, stop=run.signals.stop, next_labels=_labels(upcoming))
+        position.step, position.applied = step, engine.applied
+        position.samples += config.data.batch
+        position.tokens += config.data.batch * config.data.length
+        bad = 0 if applied else bad + 1
+        run.report(step, total, grad, rate * config.optim.lr, applied, labels)
+        labels = total.next_labels
+        if bad >= config.debug.bad_steps:
+            samples = range(position.samples - config.data.batch, position.samples)
+            raise TooManyBadSteps(
+                f"the gradient was not finite in {bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
+                "lower optim.lr, or look at these samples; the last checkpoint is as it was"
+            )
+        last, stop = step == config.steps, total.stop
+        if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:
+            stop = run.evaluate(step) is None
+        due = config.checkpoint.every and step % config.checkpoint.every == 0
+        if stop or due or (last and config.checkpoint.at_end):
+            run.save()
+        if stop:
+            return last
+    return True
 
 
-def precision(device: torch.device) -> torch.autocast:
-    """bf16 products on a GPU, over fp32 weights. CPUs without bf16 units would only lose time by it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+def _labels(batch: list[Batch]) -> int:
+    return sum(int((micro.labels >= 0).sum()) for micro in batch)
 
 
-def choose_device(name: str) -> torch.device:
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("this trainer is one process, and each rank would train alone: start it without torchrun")
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={name!r}: choose auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch finds no GPU: use cpu, or a torch that is built for this GPU")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+@dataclass
+class Total:
+    """A step's numbers over all ranks."""
+
+    loss: float
+    sources: dict[str, float]
+    flops: float
+    stop: bool
+    next_labels: float
+
+
+@dataclass
+class Sums:
+    """A step's numbers on this rank; they stay on the device until the one reduction."""
+
+    loss: torch.Tensor
+    by_source: torch.Tensor  # (sources, 2): loss and labels
+
+    @classmethod
+    def zeros(cls, sources: int, device: torch.device) -> "Sums":
+        return cls(
+            torch.zeros(2, dtype=torch.float64, device=device), torch.zeros(sources, 2, dtype=torch.float64, device=device)
+        )
+
+    def add(self, loss: torch.Tensor, count: torch.Tensor, each: torch.Tensor, micro: Batch) -> None:
+        self.loss += torch.stack([loss.detach().double(), count.double()])
+        rows = torch.stack([each.double().sum(1), (micro.labels >= 0).double().sum(1)], 1)
+        self.by_source.index_add_(0, torch.tensor(micro.sources, device=rows.device), rows)
+
+    def reduced(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
+        extra = torch.tensor([run.flops(batch), float(stop), next_labels], dtype=torch.float64)
+        values = torch.cat([self.loss, self.by_source.flatten(), extra.to(self.loss.device)])
+        loss, count, *rest = run.ranks.sum(values).tolist()
+        flops, stopped, labels = rest[-3:]
+        pairs = zip(run.data.names, rest[:-3:2], rest[1:-3:2], strict=True)
+        sources = {name: x / n for name, x, n in pairs if n}
+        return Total(loss / max(count, 1), sources, flops, stopped > 0, labels)

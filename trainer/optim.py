@@ -1,41 +1,64 @@
-"""AdamW, and a learning rate that is a function of the step: no scheduler, whose state could be lost."""
+"""What steps the weights, and the learning rate as a function of the step: no scheduler, whose state could be lost."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-WARMUP, MAX_WARMUP = 0.1, 1000  # a tenth of the steps, and at most so many: AdamW's averages know no more by then
-FLOOR = 0.1  # of the peak, at the last step
+from .config import Config, Optim, Schedule
+
+MAX_WARMUP = 1000  # a tenth of the steps, and at most so many: AdamW's averages know no more by then
 
 
-@dataclass(frozen=True)
-class Cosine:
-    """The learning rate of each step, counted from 1: straight up to the peak, then down half a cosine to a tenth."""
-
-    steps: int
-    peak: float
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: it must be at least 1")
-        if not 0 < self.peak < math.inf:  # NaN fails too
-            raise ValueError(f"lr={self.peak}: it must be a number above 0, such as 1e-3")
-
-    def __call__(self, step: int) -> float:
-        warmup = min(MAX_WARMUP, math.ceil(WARMUP * self.steps))
-        if step <= warmup:
-            return self.peak * step / warmup
-        done = (step - warmup) / (self.steps - warmup)
-        return self.peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2)
+def fraction(schedule: Schedule, step: int, steps: int) -> float:
+    """The share of the peak learning rate at a step, counted from 1: straight up, then along the schedule to its floor."""
+    warmup = min(MAX_WARMUP, math.ceil(0.1 * steps)) if schedule.warmup < 0 else schedule.warmup
+    if step < warmup:
+        return step / warmup
+    start, shape = warmup, schedule.kind
+    if shape == "wsd":
+        start = max(warmup, steps - math.ceil(schedule.decay * steps))
+    if shape == "constant" or step <= start:
+        return 1.0
+    done = min(1.0, (step - start) / (steps - start))
+    left = (1 + math.cos(math.pi * done)) / 2 if shape == "cosine" else 1 - done
+    return schedule.floor + (1 - schedule.floor) * left
 
 
-def adamw(model: nn.Module, weight_decay: float = 0.1) -> torch.optim.AdamW:
-    """Matrices decay and norms do not: a norm's scale has no reason to be small. The loop sets the learning rate."""
-    weights = list(model.parameters())
-    groups = [
-        dict(params=[w for w in weights if w.ndim >= 2], weight_decay=weight_decay),
-        dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
+def groups(named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict[str, Any]]:
+    """Matrices decay; norms, biases and sinks do not: a scale has no reason to be small. `peak` is what `fraction` scales.
+
+    Muon takes the matrices between the residual stream and itself; embedding and head are tables of tokens, not maps.
+    """
+    matrices, tables, rest = [], [], []
+    for name, weight in named:
+        shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO 3 shows a sharded weight as empty
+        weight.use_muon = optim.kind == "muon" and len(shape) == 2 and name.split(".")[0] == "layers"  # DeepSpeed asks
+        (matrices if weight.use_muon else tables if len(shape) == 2 else rest).append(weight)
+    adamw = dict(lr=optim.lr, peak=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+    found: list[dict[str, Any]] = [
+        dict(params=tables, weight_decay=optim.weight_decay, **adamw),
+        dict(params=rest, weight_decay=0.0, **adamw),
     ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    if optim.kind == "muon":
+        for group in found:
+            group["use_muon"] = False
+        muon = dict(lr=optim.muon_lr, peak=optim.muon_lr, momentum=optim.muon_momentum, use_muon=True)
+        found.append(dict(params=matrices, weight_decay=optim.weight_decay, **muon))
+    return [group for group in found if group["params"]]
+
+
+def build(named: Iterable[tuple[str, nn.Parameter]], config: Config) -> torch.optim.Optimizer:
+    """Fused AdamW, DeepSpeed's own for an optimizer that lives on the CPU, or DeepSpeed's Muon."""
+    found = groups(named, config.optim)
+    if config.optim.kind == "muon":
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        return MuonWithAuxAdam(found, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={})
+    if config.engine.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiled at its first use
+
+        return DeepSpeedCPUAdam(found, adamw_mode=True)
+    return torch.optim.AdamW(found, fused=True)

@@ -1,39 +1,49 @@
-"""Trains a small GPT on the bytes of text files, then lets it go on with a text it has never seen.
+"""Trains a GPT as its config says: conf/, an experiment, and what the command line changes.
 
-This is the core, in one process on one CPU or GPU; Hydra, DeepSpeed and the ring come round it later.
+python -m launch experiment=gpt2_124m optim.lr=3e-4             the ranks of this machine
+torchrun --nproc-per-node=4 -m trainer.train parallel.ring=4    ranks that you start yourself
 """
 
-import torch
+import os
+import sys
+import traceback
 
-from .config import parse
-from .data import VOCABULARY, Dataset, read_documents, split
-from .generate import generate
-from .loop import choose_device, precision, train
-from .model import GPT, GPTConfig
-from .optim import Cosine
+from . import compose
+
+PROGRAM = "python -m trainer.train"
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = parse("python -m trainer.train", __doc__, argv)
+def main(argv: list[str] | None = None) -> int:
+    composed = compose.main(PROGRAM, __doc__, argv)
+    # Long sequences want all of the memory: without this, blocks of other sizes leave holes. Read when CUDA starts.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return run(composed)  # torch is imported only now: a mistake has been told by then
+
+
+def run(composed: compose.Composed) -> int:
+    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed."""
+    from .loop import TooManyBadSteps, train
+    from .run import Run
+
     try:
-        device, schedule = choose_device(config.device), Cosine(config.steps, config.lr)
-        shape = GPTConfig(VOCABULARY, config.layers, config.dim, config.heads, config.kv_heads, 3 * config.dim)
-        texts, unseen = split(read_documents(config.text))
-        data = Dataset(texts, config.length, config.batch, config.seed)
-        held_out = Dataset(unseen, config.length, config.batch, seed=0)  # the same in every run
+        job = Run(composed)
     except ValueError as error:
-        raise SystemExit(f"python -m trainer.train: {error}") from None
-    torch.manual_seed(config.seed)
-    model = GPT(shape).to(device)
-    num_weights = sum(weight.numel() for weight in model.parameters())
-    print(f"{num_weights:,} weights on {device}; {sum(map(len, texts)):,} bytes to learn from", flush=True)
-    train(model, data, held_out, schedule)
-    prompt = unseen[0][:64]
-    with precision(device):
-        sample = generate(model, prompt, 256, context=config.length)
-    print("\nThe start of a held-out text, and from the bar on the model:\n")
-    print("▌".join(part.decode(errors="replace") for part in (prompt, sample)))
+        compose.fail(PROGRAM, error)
+    try:
+        finished = train(job)
+        if finished:
+            job.finish()
+    except TooManyBadSteps as error:
+        job.tracker.say(f"stopped: {error}")
+        job.close(failed=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the others wait in a collective; torchrun ends them as soon as one is gone
+    job.close()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

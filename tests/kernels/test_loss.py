@@ -311,3 +311,20 @@ def test_cuda(dtype, options, monkeypatch):
     torch.testing.assert_close(got[0].double(), loss, rtol=1e-5, atol=0)
     for x, ref in zip(got[2:], grads, strict=True):
         assert x.dtype == dtype and rms_error(x, ref) < (1e-5 if dtype == torch.float32 else 0.005)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_each_position_has_its_loss_and_says_whether_its_label_was_the_likeliest(monkeypatch, softcap) -> None:
+    monkeypatch.setattr(module, "CPU_CHUNK", 1)  # chunks of MIN_TOKENS, so there are three
+    hidden, weight, labels = inputs((2, 150))
+    with torch.no_grad():
+        labels[0, :150:3] = (hidden[0, :150:3] @ weight.T).argmax(-1)  # some that are right
+    loss_sum, num_valid, losses, hits = linear_cross_entropy(hidden, weight, labels, softcap=softcap, return_each=True)
+    assert losses.shape == hits.shape == labels.shape and not losses.requires_grad and loss_sum.requires_grad
+    z = hidden.detach() @ weight.detach().T
+    expected = (softcap * torch.tanh(z / softcap) if softcap else z).log_softmax(-1)
+    valid = labels != -100
+    expected = torch.where(valid, -expected.gather(-1, labels.clamp(min=0)[..., None])[..., 0], 0)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(hits, (z.argmax(-1) == labels) & valid) and 50 <= hits.sum() < num_valid
+    torch.testing.assert_close(losses.sum(), loss_sum.detach(), rtol=1e-12, atol=0)

@@ -1,0 +1,102 @@
+"""Starts the ranks of this machine: one for each GPU, or two on the CPU.
+
+    python -m launch [--ranks=N] [--multirun] [key=value …]
+
+The config is checked here first, so a mistake costs a second and no rank. The ranks are torchrun's. Ctrl-C, SIGTERM and
+SIGUSR1 go to the ranks themselves, which save and leave; to torchrun they would mean the end of everything in 30 seconds.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer import compose, rules
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "python -m launch"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    multirun = any(text in ("--multirun", "-m") for text in argv)
+    given = [text for text in argv if text.startswith("--ranks=")]
+    rest = [text for text in argv if text not in (*given, "--multirun", "-m")]
+    try:
+        num_ranks = _ranks(given)
+        jobs = compose.sweep([text for text in rest if not text.startswith("-")]) if multirun else [None]
+    except compose.ConfigError as error:
+        compose.fail(PROGRAM, error)
+    flags = [text for text in rest if text.startswith("-")]
+    os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
+    for job in jobs:
+        compose.main(PROGRAM, __doc__, rest if job is None else [*flags, *job])  # ends here if something is wrong
+    del os.environ["WORLD_SIZE"]
+    for number, job in enumerate(jobs, 1):
+        if job is not None:
+            print(f"\n[{number} of {len(jobs)}] {' '.join(job)}", flush=True)
+        code = start(rest if job is None else [*flags, *job], num_ranks)
+        if code:
+            return code
+    return 0
+
+
+def start(arguments: list[str], num_ranks: int) -> int:
+    """Runs torchrun to its end; its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner
+    # In a session of its own it hears no Ctrl-C from the terminal: what the ranks hear is decided here.
+    process = subprocess.Popen([*command, "-m", "trainer.train", *arguments], env=environment, start_new_session=True)
+    heard: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        heard.append(number)
+        if len(heard) > 1 and number == signal.SIGINT:  # asked twice: now
+            process.terminate()
+            return
+        for rank in workers(process.pid):
+            os.kill(rank, signal.SIGTERM if number == signal.SIGINT else number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        while process.poll() is None:
+            time.sleep(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return process.returncode
+
+
+def workers(parent: int) -> list[int]:
+    """The ranks: torchrun's children that run the trainer."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, ValueError, IndexError):
+            continue
+        if ppid == parent and b"trainer.train" in command:
+            found.append(int(entry.name))
+    return found
+
+
+def _ranks(given: list[str]) -> int:
+    if given:
+        text = given[-1].partition("=")[2]
+        if not text.isdigit() or int(text) < 1:
+            raise compose.ConfigError(f"{given[-1]}: a number of ranks, at least 1")
+        return int(text)
+    if not rules.has_gpu():
+        return 2
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

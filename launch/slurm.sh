@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# A run over several nodes: sbatch launch/slurm.sh experiment=llama_8b_1m parallel.ring=16
+# Before its time is over SLURM sends SIGUSR1: the ranks save and leave, and the job comes back and goes on (resume=auto).
+#SBATCH --job-name=ringspan
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=runs/slurm-%j.out
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+PYTHON=${PYTHON:-.venv/bin/python}
+GPUS=${SLURM_GPUS_ON_NODE:-8}
+
+# All ranks write into one folder, named by the job: a requeued job has the same number.
+for argument in "$@"; do [[ $argument == name=* ]] && NAMED=yes; done
+[[ ${NAMED:-} ]] || set -- "$@" "name=slurm-$SLURM_JOB_ID"
+
+"$PYTHON" -m trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
+
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# SIGUSR1 would end torchrun and orphan its ranks, and SIGTERM becomes SIGKILL after 30 seconds: it is told to pass both on.
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+PATIENCE=$("$PYTHON" -m torch.distributed.run --help 2> /dev/null | grep -q -- --shutdown-timeout && echo --shutdown-timeout=280 || true)
+
+srun --kill-on-bad-exit=1 "$PYTHON" -m torch.distributed.run \
+  --nnodes="$SLURM_NNODES" --nproc-per-node="$GPUS" --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
+  --rdzv-endpoint="$HEAD:$((20000 + SLURM_JOB_ID % 10000))" $PATIENCE \
+  -m trainer.train "$@" &
+STEP=$!
+
+stopped=
+trap 'stopped=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0" || kill -USR1 $STEP' USR1
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.0" || kill -TERM $STEP' TERM
+code=0
+wait $STEP || code=$?
+while kill -0 $STEP 2> /dev/null; do wait $STEP && code=0 || code=$?; done  # a signal ends a wait, not the step
+if [[ $stopped ]]; then
+  scontrol requeue "$SLURM_JOB_ID"  # saved: on with it in the next slot
+fi
+exit $code

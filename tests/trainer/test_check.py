@@ -1,0 +1,167 @@
+"""The planner: terms that are counted by hand, orders that must hold, and the command with its exit codes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import check, compose
+from trainer.config import Config
+from trainer.cost import parameters
+from trainer.footprint import GIB, RESERVE, footprint, longest
+from trainer.memory import install
+from trainer.model import GPT
+
+H200 = check.MACHINES["h200"]
+BIG = ["model=llama-8b", "data.length=262144", "data.batch=1", "engine=zero3", "hardware=h200", "hardware.gpus=4"]
+
+
+def planned(*overrides: str, gpus: int = 4) -> Config:
+    return check.resolve(compose.load([*BIG, *overrides], world_size=gpus).config)
+
+
+def test_terms_that_a_hand_can_count() -> None:
+    P = 8_030_261_248
+    found = footprint(planned(), 4).terms
+    assert found["optimizer"] == 12 * P / 4 and found["gradients"] == 4 * P / 4
+    assert found["checkpoints"] == 32 * (65536 * 4096 * 2 * 2 + 65536 * 32 * 4)  # inputs, out and lse of 32 layers
+    assert footprint(planned("engine.activations=full"), 4).terms["checkpoints"] == 32 * 65536 * 4096 * 2
+    zero1 = footprint(planned("engine.zero=1"), 4).terms
+    assert zero1["weights"] == 2 * P and zero1["gradients"] == 4 * P and zero1["optimizer"] == 3 * P
+    zero0 = footprint(planned("engine.zero=0"), 4).terms
+    assert zero0["weights"] == 6 * P and zero0["optimizer"] == 8 * P
+    assert footprint(planned("engine.offload_optimizer=true"), 4).terms["optimizer"] == 0
+
+
+def test_gradients_come_as_checkpoints_go_unless_they_were_there_before() -> None:
+    def there(*overrides: str) -> dict[str, list[str]]:
+        return footprint(planned("engine.zero=1", *overrides), 4).moments
+
+    first, last = "the first layer that goes backward", "the last layer that goes backward"
+    assert "gradients" not in there()[first] and "checkpoints" not in there()[last]
+    assert "gradients" in there("data.batch=2")[first] and "gradients" in there("engine.zero=3")[first]
+    found = footprint(planned("engine.zero=1"), 4)
+    assert found.peak == max(sum(found.terms[name] for name in names) for names in found.moments.values())
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (["engine.zero=3"], ["engine.zero=2"]),
+        (["engine.zero=2", "data.batch=2"], ["engine.zero=1", "data.batch=2"]),
+        (["engine.zero=1"], ["engine.zero=0"]),
+        (["engine.activations=full"], ["engine.activations=attention"]),
+        (["engine.activations=attention"], ["engine.activations=none"]),
+        (["engine.offload_activations=true"], []),
+        ([], ["data.length=524288"]),
+        ([], ["data.batch=4", "data.micro_batch=4"]),
+        (["optim=muon", "engine.zero=2"], ["engine.zero=2"]),
+        ([], ["data.batch=2", "parallel.ring=2", "parallel.data=2"]),
+    ],
+)
+def test_what_saves_memory_is_seen_to_save_it(less: list[str], more: list[str]) -> None:
+    assert footprint(planned(*less), 4).peak < footprint(planned(*more), 4).peak
+
+
+def test_the_longest_context_is_the_last_that_fits() -> None:
+    config = planned()
+    most = longest(config, 4, H200.memory)
+    at = [footprint(replace(config, data=replace(config.data, length=length)), 4).peak for length in (most, most * 17 // 16)]
+    assert at[0] <= (1 - RESERVE) * H200.memory < at[1]
+    assert longest(config, 4, GIB) == 0
+    assert longest(planned("engine.activations=full"), 4, H200.memory) > most
+
+
+def test_checkpoints_are_what_autograd_keeps() -> None:
+    """Counted by torch, on the CPU in fp32, for one layer more or less."""
+    kept = {}
+    for activations in ("full", "attention", "none"):
+        for layers in (1, 2):
+            overrides = ["model=tiny", f"model.layers={layers}", "data.length=256", f"engine.activations={activations}"]
+            config = check.resolve(compose.load([*overrides, "parallel.device=cpu"], world_size=1).config)
+            model = GPT(config.model)
+            install(model, activations, offload=False, compiled=False)
+            weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+            held: dict[int, int] = {}
+
+            def pack(x: torch.Tensor, held: dict[int, int] = held, weights: set[int] = weights) -> torch.Tensor:
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in weights:
+                    held[storage.data_ptr()] = storage.nbytes()
+                return x
+
+            tokens = torch.zeros(1, 256, dtype=torch.int64)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                out = model.hidden(tokens, torch.arange(256)[None])
+            kept[activations, layers] = sum(held.values()), footprint(config, 1, gpu=False).terms["checkpoints"]
+            del out
+    ours = {a: kept[a, 2][1] - kept[a, 1][1] for a in ("full", "none")}
+    torchs = {a: kept[a, 2][0] - kept[a, 1][0] for a in ("full", "none")}
+    assert torchs["full"] == ours["full"] == 256 * 96 * 4
+    assert torchs["none"] == pytest.approx(ours["none"], rel=0.15)
+
+
+def test_step_time_follows_the_work() -> None:
+    config = planned()
+    target = replace(H200, products=700e12)
+    times = check.step_time(config, 4, target)
+    counts = parameters(config.model)
+    layers = counts.products - 128256 * 4096
+    assert times["matrix products"] == pytest.approx((6 * counts.products + 2 * layers) * 262144 / 4 / 700e12)
+    longer = check.step_time(planned("data.length=524288"), 4, target)
+    assert longer["attention"] == pytest.approx(4 * times["attention"], rel=1e-3)
+    assert check.step_time(planned("engine.activations=full"), 4, target)["attention"] > times["attention"]
+    windowed = check.step_time(planned("model.windows=[4096,0]"), 4, target)["attention"]
+    assert 0.45 < windowed / times["attention"] < 0.75
+    assert check.step_time(planned("engine.activations=none"), 4, target)["matrix products"] < times["matrix products"]
+
+
+def test_attention_speed_is_a_measurement_and_says_which() -> None:
+    forward, backward, source = check.attention_speed(planned(), H200)
+    assert source.startswith("d128-gqa4-causal-32k in attention-h200.json")
+    assert 100e12 < backward < forward < 989e12
+    _, _, window = check.attention_speed(planned("model.windows=[4096]"), H200)
+    assert "window4k" in window
+    scaled = check.attention_speed(planned(), check.MACHINES["a100"])
+    assert scaled[0] == pytest.approx(forward * 312 / 989) and "scaled from NVIDIA H200" in scaled[2]
+
+
+def test_the_command_answers_and_its_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(BIG) == 0
+    out = capsys.readouterr().out
+    assert "8,030,261,248 weights" in out and "it fits" in out and "the longest sequence that fits" in out
+    assert "data 1 × ring 4 × ulysses 1" in out and "counting attention 3.5×" in out
+    assert check.main([*BIG, "engine.zero=1", "hardware.memory_gib=60"]) == 1
+    out = capsys.readouterr().out
+    assert "IT DOES NOT FIT" in out and "what would fit" in out
+    remedy = next(line for line in out.splitlines() if line.strip().startswith("engine.zero=3"))
+    changes = remedy.strip().partition(":")[0].split()
+    assert check.main([*BIG, "hardware.memory_gib=60", *changes]) == 0
+
+
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["hardware=cpu", "data.length=512"]) == 0
+    out = capsys.readouterr().out
+    assert "2 × CPU rank" in out and "measured here" in out and "nan" not in out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["hardware.gpus=3"], "parallel"),
+        (["model.heads=7"], "model.heads=7"),
+        (["hardware=h2000"], "h2000"),
+        (["model.vocabulary=100"], "model.vocabulary=100"),
+    ],
+)
+def test_a_wrong_config_is_told_with_exit_code_2(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ring = ["parallel.ring=2"] if wrong == ["hardware.gpus=3"] else []
+    with pytest.raises(SystemExit) as stop:
+        check.main([*BIG, *ring, *wrong])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_results_are_where_the_planner_looks() -> None:
+    assert list(check.RESULTS.glob("attention-*.json")) and Path(__file__).parents[2] / "docs" / "results" == check.RESULTS

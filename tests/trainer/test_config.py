@@ -1,0 +1,217 @@
+"""What a command line can mean, and sixty ways in which it cannot: one screen, exit code 2, no traceback, no torch."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import compose, rules
+from trainer.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = "runs=/nowhere"
+
+# (arguments, ranks, what the message has to say)
+WRONG: list[tuple[list[str], int, list[str]]] = [
+    # names
+    (["optim.lrr=1"], 1, ["optim.lrr=1", "did you mean optim.lr?"]),
+    (["lr=1e-3"], 1, ["there is no option lr", "optim.lr"]),
+    (["step=5"], 1, ["there is no option step", "steps"]),
+    (["optimizer.lr=1"], 1, ["optimizer.lr", "optim.lr"]),
+    (["modle.layers=2"], 1, ["model.layers"]),
+    (["parallel.rings=2"], 1, ["did you mean parallel.ring?"]),
+    (["engine.zero_stage=1"], 1, ["engine.zero_stage=1", "did you mean"]),
+    (["checkpoint.evry=10"], 1, ["checkpoint.every"]),
+    (["data.lenght=10"], 1, ["data.length"]),
+    (["data.sources.stdlib.wieght=2"], 1, ["a source has no option wieght", "weight"]),
+    (["foo=1"], 1, ["there is no option foo"]),
+    (["+foo=1"], 1, ["neither added nor removed"]),
+    (["++optim.lr=1"], 1, ["neither added nor removed"]),
+    (["~optim.lr"], 1, ["neither added nor removed"]),
+    (["hydra.run.dir=x"], 1, ["hydra's own options"]),
+    (["steps"], 1, ["'steps' is not an option: write key=value"]),
+    (["--steps=5"], 1, ["there is no such flag"]),
+    (["--hepl"], 1, ["did you mean --help?"]),
+    (["--cfg=all"], 1, ["--cfg takes job"]),
+    (["--config-dir=/nowhere"], 1, ["/nowhere", "no such folder"]),
+    (["--multirun", "seed=1,2"], 1, ["python -m launch --multirun"]),
+    (["seed=1,2"], 1, ["several values are a sweep"]),
+    # choices of groups
+    (["model=llama1b"], 1, ["conf/model has no llama1b", "did you mean llama-1b?"]),
+    (["experiment=llama_8b"], 1, ["did you mean llama_8b_"]),
+    (["engine=zero4"], 1, ["conf/engine has no zero4", "zero3"]),
+    (["schedule=cosin"], 1, ["did you mean cosine?"]),
+    # types
+    (["steps=many"], 1, ["steps=many", "could not be converted to Integer"]),
+    (["optim.lr=fast"], 1, ["optim.lr=fast", "Float"]),
+    (["model.tied=perhaps"], 1, ["model.tied=perhaps"]),
+    (["optim.betas=[0.9,x]"], 1, ["optim.betas=[0.9,x]"]),
+    (["debug.profile=3"], 1, ["debug.profile=3"]),
+    (["data.sources.recall.weight=heavy"], 1, ["data.sources.recall.weight=heavy"]),
+    # bounds and choices of values
+    (["steps=0"], 1, ["steps=0: it must be at least 1"]),
+    (["optim.lr=0"], 1, ["optim.lr=0.0: it must be above 0"]),
+    (["optim.lr=nan"], 1, ["optim.lr=nan: it must be a finite number"]),
+    (["engine.zero=4"], 1, ["engine.zero=4: choose 0, 1, 2, 3"]),
+    (["parallel.layout=spiral"], 1, ["parallel.layout=spiral: choose zigzag"]),
+    (["tracking.wandb=yes"], 1, ["choose disabled, offline, online"]),
+    (["optim.betas=[0.9]"], 1, ["optim.betas=[0.9]: two numbers"]),
+    (["optim.betas=[0.9,1.0]"], 1, ["below 1"]),
+    (["seed=-1"], 1, ["seed=-1"]),
+    (["seed=4294967296"], 1, ["below 2**32"]),
+    (["data.held_out=1"], 1, ["data.held_out=1.0"]),
+    (["model.dropout=1.5"], 1, ["model.dropout=1.5"]),
+    (["schedule.floor=2"], 1, ["schedule.floor=2.0"]),
+    (["schedule=wsd", "schedule.decay=3"], 1, ["schedule.decay=3.0"]),
+    (["schedule.warmup=500", "steps=100"], 1, ["schedule.warmup=500", "steps=100"]),
+    # contradictions
+    (["model.heads=3", "model.head_dim=32"], 1, ["model.heads=3, model.kv_heads=2"]),
+    (["model.head_dim=0", "model.dim=98"], 1, ["model.dim=98"]),
+    (["model.positions=learned", "rope=yarn"], 1, ["learned"]),
+    (["rope.factor=4"], 1, ["rope.factor=4.0"]),
+    (["parallel.ring=4"], 2, ["4 ranks, but there are 2", "--nproc-per-node=4"]),
+    (["parallel.data=1", "parallel.ulysses=3"], 4, ["ulysses"]),
+    (["parallel.ulysses=8"], 8, ["parallel.ulysses=8", "model.heads=4"]),
+    (["parallel.layout=striped", "parallel.ulysses=2"], 2, ["striped"]),
+    (["parallel=data", "data.batch=6"], 4, ["data.batch=6", "such as 8"]),
+    (["data.micro_batch=3"], 1, ["data.batch=8", "data.micro_batch=3"]),
+    (["optim=muon", "engine=zero3"], 1, ["optim.kind=muon, engine.zero=3", "engine.zero=1 or 2"]),
+    (["optim=muon", "engine=zero0"], 1, ["optim.kind=muon, engine.zero=0"]),
+    (["engine.zero=0", "engine.offload_optimizer=true"], 1, ["engine.offload_optimizer=true, engine.zero=0"]),
+    (["engine.zero=2", "engine.offload_parameters=true"], 1, ["only ZeRO 3 shards weights"]),
+    (["engine.compile=on", "engine=zero3"], 1, ["engine.compile=on, engine.zero=3"]),
+    (["engine.offload_activations=true", "engine.activations=none"], 1, ["engine.activations=none"]),
+    (["data=text"], 1, ["data.sources.text.paths=[]"]),
+    (["data=text", "data.sources.text.paths=[/nowhere]"], 1, ["/nowhere does not exist"]),
+    (["data=tokens", "data.sources.tokens.paths=[README.md]"], 1, ["model.vocabulary"]),
+    (["data.sources.stdlib.weight=0", "data.sources.recall.weight=0"], 1, ["every weight is 0"]),
+    (["~data.sources.stdlib", "~data.sources.recall"], 1, ["data.sources"]),
+    (["tokenizer=hf"], 1, ["tokenizer"]),
+    (["tokenizer.path=x.json"], 1, ["bytes need no file"]),
+    (["init_from=/nowhere"], 1, ["init_from=/nowhere"]),
+    (["checkpoint.resume=/nowhere"], 1, ["checkpoint.resume=/nowhere"]),
+    (["checkpoint.keep_every=5", "checkpoint.every=2"], 1, ["checkpoint.keep_every=5"]),
+    (["name=a/b"], 1, ["name=a/b"]),
+    (["debug.profile=[0]"], 1, ["debug.profile=[0]"]),
+    (["debug.profile=[201]", "steps=200"], 1, ["debug.profile=[201]"]),
+]
+WITHOUT_GPU: list[tuple[list[str], int, list[str]]] = [
+    (["parallel.device=cuda"], 1, ["this machine has no GPU"]),
+    (["parallel.attention=triton"], 1, ["parallel.attention=triton"]),
+    (["engine.precision=bf16"], 1, ["engine.precision=bf16"]),
+    (["debug.memory=[1]"], 1, ["debug.memory=[1]"]),
+]
+
+
+def test_there_are_sixty() -> None:
+    assert len(WRONG) >= 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "messages"), WRONG + ([] if rules.has_gpu() else WITHOUT_GPU), ids=lambda x: str(x)[:60]
+)
+def test_a_wrong_config_is_one_message(
+    arguments: list[str], ranks: int, messages: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stop:
+        compose.main("python -m trainer.train", None, [RUNS, *arguments])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.out == ""
+    assert all(message in captured.err for message in messages), captured.err
+    assert "Traceback" not in captured.err and len(captured.err.splitlines()) < 12
+
+
+@pytest.mark.parametrize("program", ["trainer.train", "launch"])
+@pytest.mark.parametrize("arguments", [["optim.lrr=1"], ["model.heads=3"], ["model=lama"], ["--what"]])
+def test_in_a_process_of_its_own_it_takes_under_three_seconds_and_no_torch(program: str, arguments: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    # A torch that cannot be imported: whoever tries fails with a traceback.
+    environment["PYTHONPATH"] = str(ROOT / "tests" / "trainer" / "without_torch")
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    taken = time.monotonic() - began
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "--help" in done.stderr, done.stderr
+    assert taken < 3, f"{taken:.1f} s"
+
+
+def test_a_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlearning_rate: 1e-3\n")
+    with pytest.raises(compose.ConfigError) as error:
+        compose.load(["optim=mine"], str(tmp_path), 1)
+    assert "learning_rate" in str(error.value) and "optim/mine.yaml" in str(error.value)
+    (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlr: fast\n")
+    with pytest.raises(compose.ConfigError, match=r"optim/mine\.yaml"):
+        compose.load(["optim=mine"], str(tmp_path), 1)
+    (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlr: 0.5\n")
+    assert compose.load(["optim=mine"], str(tmp_path), 1).config.optim.lr == 0.5
+
+
+def test_help_has_every_option_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compose.main("python -m trainer.train", "About.", ["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(f"  {key}=" in text for key in compose.option_names())
+    assert "experiment= " in text and "llama-8b" in text
+
+
+def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compose.main("python -m trainer.train", None, ["model=llama-8b", "optim.lr=0.125", "--cfg", "job"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "lr: 0.125" in text and "dim: 4096" in text and "kind: llama3" in text
+
+
+@pytest.mark.parametrize(
+    "group", sorted(path.name for path in compose.CONF.iterdir() if path.is_dir() and path.name != "experiment")
+)
+def test_every_choice_of_every_group_composes(group: str) -> None:
+    needs = {
+        "tokenizer=hf": ["tokenizer.path=README.md", "data=stdlib"],
+        "tokenizer=tiktoken": ["tokenizer.path=README.md", "data=stdlib"],
+        "data=text": ["data.sources.text.paths=[README.md]"],
+        "data=tokens": ["data.sources.tokens.paths=[README.md]", "model.vocabulary=512"],
+        "tracking=tensorboard": [],
+    }
+    for path in sorted((compose.CONF / group).glob("*.yaml")):
+        choice = f"{group}={path.stem}"
+        if choice in ("engine=offload", "debug=profile") and not rules.has_gpu():
+            continue  # these are about a GPU's memory
+        ranks = 2 if choice == "parallel=ulysses" else 1
+        os.chdir(ROOT)
+        assert isinstance(compose.load([choice, *needs.get(choice, [])], world_size=ranks).config, Config)
+
+
+def test_a_mesh_takes_what_is_left() -> None:
+    def mesh(world: int, *overrides: str) -> tuple[int, int, int]:
+        return rules.mesh_of(compose.load([*overrides], world_size=world).config, world)
+
+    assert mesh(4) == (1, 4, 1)
+    assert mesh(4, "parallel=data") == (4, 1, 1)
+    assert mesh(8, "parallel=ulysses") == (1, 4, 2)
+    assert mesh(8, "parallel.ring=2", "parallel.data=0") == (4, 2, 1)
+
+
+def test_a_source_of_ones_own_needs_no_plus() -> None:
+    config = compose.load(
+        ["data.sources.mine.kind=text", f"data.sources.mine.paths=[{ROOT}]", "~data.sources.recall"], world_size=1
+    ).config
+    assert set(config.data.sources) == {"stdlib", "mine"} and config.data.sources["mine"].kind == "text"
+
+
+def test_a_sweep_is_every_combination() -> None:
+    assert compose.sweep(["seed=1,2", "model=tiny", "optim.lr=choice(0.1,0.2)"]) == [
+        ["seed=1", "model=tiny", "optim.lr=0.1"],
+        ["seed=1", "model=tiny", "optim.lr=0.2"],
+        ["seed=2", "model=tiny", "optim.lr=0.1"],
+        ["seed=2", "model=tiny", "optim.lr=0.2"],
+    ]

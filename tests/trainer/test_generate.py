@@ -1,0 +1,137 @@
+"""Generation: the cache changes nothing, choices follow their options, and checkpoints come back as models."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import restore, safetensors, weights
+from trainer.config import Model, Rope, Tokenizer
+from trainer.export import main as export_main
+from trainer.generate import draw, generate, main
+from trainer.model import GPT
+
+SHAPE = Model(vocabulary=320, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, init_std=0.3)
+GPT2 = dict(norm="layernorm", positions="learned", max_positions=64, activation="gelu", bias=True, kv_heads=4)
+VARIANTS = [{}, dict(windows=[4, 0, 7]), dict(sinks=True, qk_norm=True, softcap=5.0)]
+PROMPT = [1, 5, 9, 20, 7]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_the_cache_gives_what_running_everything_again_gives(changes: dict) -> None:
+    model = GPT(dataclasses.replace(SHAPE, **changes)).double()
+    found = generate(model, PROMPT, 20, temperature=0)
+    text = list(PROMPT)
+    for _ in range(20):
+        logits = model.logits(torch.tensor([text]), torch.arange(len(text))[None])
+        text.append(int(logits[0, -1].argmax()))
+    assert found == text[len(PROMPT) :] and len(set(found)) > 3
+
+
+def test_a_seed_repeats_itself_and_another_differs() -> None:
+    model = GPT(SHAPE)
+    samples = [generate(model, PROMPT, 30, seed=seed) for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2] and len(samples[0]) == 30
+
+
+def test_it_stops_at_a_token_and_tells_of_each() -> None:
+    model, told = GPT(SHAPE), []
+    whole = generate(model, PROMPT, 30, seed=0)
+    end = whole[10]
+    assert generate(model, PROMPT, 30, seed=0, stop={end}, each=told.append) == whole[: whole.index(end)] == told
+
+
+def test_ids_behind_the_tokenizers_are_never_drawn() -> None:
+    model = GPT(SHAPE)
+    with torch.no_grad():
+        model.embedding.weight[257:] *= 50  # the padding rows of the vocabulary, loud
+    assert max(generate(model, PROMPT, 200, temperature=2.0, size=257)) < 257
+    assert max(generate(model, PROMPT, 200, temperature=2.0)) >= 257
+
+
+def test_draws_follow_top_k_top_p_and_temperature() -> None:
+    weights = torch.tensor([0.05, 0.5, 0.3, 0.15])
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**options) -> list[float]:
+        options = dict(temperature=1.0, top_k=0, top_p=1.0) | options
+        drawn = torch.tensor([draw(weights.log(), generator=generator, **options) for _ in range(4000)])
+        return (torch.bincount(drawn, minlength=4) / 4000).tolist()
+
+    assert shares() == pytest.approx(weights.tolist(), abs=0.03)
+    assert shares(top_k=2) == pytest.approx([0, 0.625, 0.375, 0], abs=0.03)
+    assert shares(top_p=0.7) == pytest.approx([0, 0.625, 0.375, 0], abs=0.03)
+    assert shares(top_p=0.4) == [0, 1, 0, 0] == shares(temperature=0.0) == shares(top_k=1)
+    hot = weights**0.5 / (weights**0.5).sum()
+    assert shares(temperature=2.0) == pytest.approx(hot.tolist(), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prompt=[]), "prompt is empty"),
+        (dict(temperature=-1.0), "temperature=-1"),
+        (dict(top_p=0.0), "top_p=0"),
+        (dict(num_tokens=60), "this model has learned 64 positions"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
+    model = GPT(dataclasses.replace(SHAPE, **GPT2))
+    with pytest.raises(ValueError, match=message):
+        generate(**(dict(model=model, prompt=PROMPT, num_tokens=4) | options))
+
+
+def save(folder: Path, model: GPT) -> Path:
+    """A run's folder as the trainer writes it, with what generation reads of it."""
+    step = folder / "checkpoints" / "step-00000012"
+    step.mkdir(parents=True)
+    safetensors.write(step / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
+    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(Tokenizer()), length=128)
+    (step / "state.json").write_text(json.dumps(dict(model=described)))
+    (step / "manifest.json").write_text("{}")
+    return step
+
+
+@pytest.mark.parametrize("changes", [dict(tied=True), dict(tied=False), GPT2])
+def test_a_model_comes_back_from_its_checkpoint(tmp_path: Path, changes: dict) -> None:
+    model = GPT(dataclasses.replace(SHAPE, **changes), Rope(base=500.0))
+    step = save(tmp_path, model)
+    (tmp_path / "checkpoints" / "step-00000090.tmp").mkdir()  # still being written
+    (tmp_path / "checkpoints" / "step-00000080").mkdir()  # without a manifest
+    for path in (tmp_path, tmp_path / "checkpoints", step):
+        restored = restore.Restored(str(path))
+        assert restored.folder == step and restored.length == 128
+    again = restored.build(torch.device("cpu"), torch.float32)
+    assert (again.head.weight is again.embedding.weight) == model.config.tied
+    tokens = torch.tensor([PROMPT])
+    assert torch.equal(again.logits(tokens, torch.arange(5)[None]), model.logits(tokens, torch.arange(5)[None]))
+    with pytest.raises(ValueError, match=r"checkpoint='nowhere' is no checkpoint"):
+        restore.find("nowhere")
+
+
+def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT(SHAPE)
+    save(tmp_path, model)
+    arguments = [f"checkpoint={tmp_path}", "prompt=def f", "tokens=20", "temperature=0", "device=cpu", "ignore_end=true"]
+    main(arguments)
+    out = capsys.readouterr().out
+    ids = generate(model, list(b"def f"), 20, temperature=0, size=257)
+    expected = bytes(i for i in [*b"def f", *ids] if i < 256).decode(errors="replace")
+    assert out == expected + "\n"
+    with pytest.raises(SystemExit) as stop:
+        main(["checkpoint=nowhere", "prompt=a"])
+    assert stop.value.code == 2
+
+
+def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT(SHAPE, Rope(base=500.0))
+    save(tmp_path, model)
+    export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}", "dtype=fp32"])
+    assert "AutoModelForCausalLM" in capsys.readouterr().out
+    family, shape, rope = weights.read_config(tmp_path / "hf")
+    assert (family, rope.base) == ("llama", 500.0)
+    read = weights.values(tmp_path / "hf", shape, rope)
+    for name, weight in model.named_parameters():
+        assert torch.equal(read(name, "weight", 0, weight.numel()), weight.detach().flatten())

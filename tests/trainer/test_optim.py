@@ -1,0 +1,45 @@
+"""The learning rate of each step, and who decays."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import Optim, Schedule
+from trainer.optim import fraction, groups
+
+
+def rates(steps: int, **options) -> list[float]:
+    return [fraction(Schedule(**options), step, steps) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_rises_to_its_peak(kind: str) -> None:
+    found = rates(100, kind=kind)
+    assert found[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert max(found) == 1.0 and found[9:] == sorted(found[9:], reverse=True)
+    assert found[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
+
+
+def test_shapes_between_peak_and_floor() -> None:
+    assert rates(100, kind="cosine", warmup=0, floor=0.0)[49] == pytest.approx(0.5)
+    assert rates(100, kind="linear", warmup=0, floor=0.0)[74] == pytest.approx(0.25)
+    wsd = rates(100, kind="wsd", warmup=10, decay=0.2, floor=0.0)
+    assert wsd[9:80] == [1.0] * 71 and wsd[89] == pytest.approx(0.5) and wsd[99] == pytest.approx(0.0)
+
+
+def test_edges() -> None:
+    assert rates(1, kind="cosine") == [1.0]
+    assert rates(5, warmup=5)[-1] == 1.0
+    assert len([x for x in rates(50_000, kind="constant") if x < 1]) == 999
+
+
+def test_norms_biases_and_sinks_do_not_decay_and_muon_takes_the_layers_matrices() -> None:
+    model = nn.ModuleDict(dict(embedding=nn.Embedding(9, 8), layers=nn.ModuleList([nn.Linear(8, 8)]), norm=nn.LayerNorm(8)))
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    found = groups(model.named_parameters(), Optim())
+    decaying = {names[id(w)] for group in found if group["weight_decay"] for w in group["params"]}
+    assert decaying == {"embedding.weight", "layers.0.weight"}
+    assert sum(len(group["params"]) for group in found) == len(names)
+    muon = [group for group in groups(model.named_parameters(), Optim(kind="muon")) if group["use_muon"]]
+    assert [names[id(w)] for group in muon for w in group["params"]] == ["layers.0.weight"] and muon[0]["peak"] == 0.02
+    assert isinstance(muon[0]["params"][0], torch.nn.Parameter)

@@ -1,0 +1,49 @@
+"""Sharding changes nothing: every split of 1, 2 and 4 ranks and every ZeRO stage against one rank alone, in fp32."""
+
+import pytest
+
+from trainer import parity
+from trainer.parity import Split
+
+REFERENCE = Split(1, 1, 1, 0)
+NAMED = {  # for fifty steps
+    "ring": Split(2, 1, 1, 1),
+    "ulysses": Split(1, 2, 1, 2),
+    "data": Split(1, 1, 2, 3),
+    "ring of four, ZeRO 0": Split(4, 1, 1, 0),
+    "ring and ulysses, ZeRO 3": Split(2, 2, 1, 3),
+    "ring and data, ZeRO 2": Split(2, 1, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    return parity.measure(1, [REFERENCE])[REFERENCE]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_step_is_the_same_under_every_split(alone: dict, ranks: int) -> None:
+    wanted = list(parity.splits(ranks, [0, 1, 2, 3]))
+    assert len(wanted) == 4 * {1: 1, 2: 3, 4: 6}[ranks]
+    for split, result in parity.measure(ranks, wanted).items():
+        row = parity.compare(result, alone)
+        assert row["loss"] < 1e-5 and row["gradients"] < 1e-5, f"{split}: {row}"
+
+
+def test_a_gradient_that_is_off_is_seen(alone: dict) -> None:
+    name = next(iter(alone["gradients"]))
+    off = alone | dict(gradients=alone["gradients"] | {name: [x * 1.0001 for x in alone["gradients"][name]]})
+    row = parity.compare(off, alone)
+    assert row["where"] == name and 5e-5 < row["gradients"] < 2e-4
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_six_named_combinations() -> None:
+    options = ["data.batch=4", "optim.lr=3e-3", "optim.clip=1"]
+    expected = parity.measure(1, [REFERENCE], 50, options)[REFERENCE]["losses"]
+    assert len(expected) == 50 and expected[-1] < expected[0]
+    for ranks in (2, 4):
+        wanted = [split for split in NAMED.values() if split.ring * split.ulysses * split.data == ranks]
+        for split, result in parity.measure(ranks, wanted, 50, options).items():
+            worst = max(abs(a - b) / b for a, b in zip(result["losses"], expected, strict=True))
+            assert worst < 1e-3, f"{split}: {worst}"

@@ -1,0 +1,97 @@
+"""A run that is killed goes on as if nothing had happened, at the same number of ranks bit for bit, at others to 1e-5."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer import jobs
+from trainer import safetensors
+
+
+def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    found = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def weights(checkpoint: Path) -> dict[str, bytes]:
+    files = [safetensors.File(path) for path in sorted(checkpoint.glob("*.safetensors"))]
+    return {name: file[name].numpy().tobytes() for file in files for name in file}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(tmp_path: Path, zero: int) -> None:
+    options = [f"runs={tmp_path}", "steps=20", "debug.deterministic=true", "checkpoint.every=10", f"engine.zero={zero}"]
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=whole"]) == [0, 0]
+    codes = jobs.run_ranks(2, jobs.train, [*options, "name=killed"], jobs.kill_after, 13)
+    assert -signal.SIGKILL in codes
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=killed"]) == [0, 0]
+    whole, killed = lines(tmp_path / "whole"), lines(tmp_path / "killed")
+    assert [line["step"] for line in killed] == list(range(1, 21))
+    for name in ("loss", "grad", "lr", "samples", "tokens"):
+        assert [line[name] for line in killed] == [line[name] for line in whole], name
+    last = "checkpoints/step-00000020"
+    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "whole" / last)
+    assert len((tmp_path / "killed" / "starts.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_saved_on_four_ranks_and_resumed_on_one_two_and_eight(tmp_path: Path, optimizer: str) -> None:
+    options = [f"runs={tmp_path}", "steps=10", "checkpoint.every=5", f"optim={optimizer}"]
+    assert (
+        jobs.run_ranks(4, jobs.train, [*options, "name=four", "parallel.ring=2", "parallel.data=2", "engine.zero=2"]) == [0] * 4
+    )
+    expected = lines(tmp_path / "four")
+    splits = [(1, ["engine.zero=1"]), (2, ["parallel.ulysses=2", "engine.zero=2"]), (8, ["parallel.ring=4", "parallel.data=2"])]
+    if optimizer == "adamw":
+        splits.append((2, ["parallel.ring=2", "engine.zero=3"]))
+    for number, (world, split) in enumerate(splits):
+        name = f"on-{world}-{number}"
+        source = tmp_path / "four" / "checkpoints" / "step-00000005"
+        shutil.copytree(source, tmp_path / name / "checkpoints" / "step-00000005")
+        assert jobs.run_ranks(world, jobs.train, [*options, f"name={name}", *split]) == [0] * world
+        found = lines(tmp_path / name)
+        assert [line["step"] for line in found] == [6, 7, 8, 9, 10]
+        assert [line["samples"] for line in found] == [line["samples"] for line in expected[5:]]
+        for mine, theirs in zip(found, expected[5:], strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), (world, mine["step"])
+            assert mine["labels"] == theirs["labels"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=4", "checkpoint.every=2"]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    before = lines(tmp_path / "run")
+    shard = tmp_path / "run" / "checkpoints" / "step-00000004" / "weights-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    text = jobs.said
+    assert "step-00000004 is damaged: weights-00000.safetensors is cut short" in text and "the one before it is used" in text
+    assert "going on after step 2" in text
+    after = lines(tmp_path / "run")
+    assert [(x["step"], x["loss"]) for x in after] == [(x["step"], x["loss"]) for x in before]
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2"]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    for change, message in [
+        ("model.layers=3", "has no weight layers.2."),
+        ("model.mlp_dim=64", "mlp"),
+        ("optim=muon", "another optimizer"),
+    ]:
+        assert jobs.run_ranks(1, jobs.train, [*options, "steps=3", change]) == [1]
+        assert message in jobs.said
+
+
+def test_the_same_command_goes_on_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "steps=4", "checkpoint.every=2"]
+    jobs.run_ranks(1, jobs.train, options, jobs.kill_after, 3)
+    (first,) = tmp_path.iterdir()
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert [line["step"] for line in lines(first)] == [1, 2, 3, 4]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, first.name + "-2"]

@@ -1,0 +1,170 @@
+"""Whole runs: signals, gradients that are not finite, what is tracked, what the ring is needed for."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer import jobs
+from tests.trainer.test_resume import lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path, number: int) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=50"]
+    assert jobs.run_ranks(2, jobs.train, options, jobs.send, int(number), 3) == [0, 0]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert not (tmp_path / "run" / "finished.json").exists()
+
+
+def signal_in(run: Any, phase: str) -> None:
+    """A signal while the run evaluates or saves."""
+    at = run.watchdog.at
+
+    def then_signal(step: int, where: str) -> None:
+        at(step, where)
+        if where.startswith(phase) and run.ranks.rank == 1 and not run.signals.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.watchdog.at = then_signal
+
+
+@pytest.mark.parametrize(("phase", "step"), [("evaluation", 2), ("checkpoint", 4), ("micro-batch", 1), ("optimizer", 1)])
+def test_a_signal_is_honoured_in_every_phase(tmp_path: Path, phase: str, step: int) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=50", "evaluate.every=2", "checkpoint.every=3"]
+    assert jobs.run_ranks(2, jobs.train, options, signal_in, phase) == [0, 0]
+    newest = max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert newest == f"step-{step:08d}"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_steps_that_are_not_finite_on_one_rank_are_skipped_and_counted(tmp_path: Path, zero: int) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=5", f"engine.zero={zero}"]
+    assert jobs.run_ranks(2, jobs.train, options, jobs.poison, [2, 4]) == [0, 0]
+    found = lines(tmp_path / "run")
+    assert [line.get("skipped") for line in found] == [None, 1, None, 2, None]
+    assert all(math.isfinite(line["loss"]) and (math.isfinite(line["grad"]) != ("skipped" in line)) for line in found)
+    assert found[4]["loss"] < found[0]["loss"]
+
+
+def test_too_many_in_a_row_end_the_run_with_the_samples(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=9", "debug.bad_steps=3", "checkpoint.every=1"]
+    assert set(jobs.run_ranks(2, jobs.train, options, jobs.poison, [3, 4, 5])) == {1}
+    assert "not finite in 3 steps in a row, the last of samples 16 to 19" in jobs.said
+
+
+def test_a_line_says_how_it_goes(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, jobs.train, [f"runs={tmp_path}", "name=run", "steps=2"]) == [0, 0]
+    text = jobs.said
+    pattern = r"step 2/2  loss \d\.\d{3}  grad \d+\.\d\d  lr \d\.\de-\d+  [\d.]+k? tok/s  [\de.-]+ TFLOP/s  ETA 0s"
+    assert re.search(pattern, text), text
+    assert "data 1 × ring 2 × ulysses 1, ZeRO 1" in text and "What to try next" in text
+    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
+    assert (
+        start["ranks"] == 2 and {"torch", "deepspeed", "python"} <= set(start["versions"]) and len(start["git"]["commit"]) == 40
+    )
+    assert "steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_losses_by_source_add_up(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, jobs.train, [f"runs={tmp_path}", "name=run", "steps=3"]) == [0, 0]
+    for line in lines(tmp_path / "run"):
+        if "source" in line:
+            assert min(line["source"].values()) <= line["loss"] <= max(line["source"].values())
+    assert any("source" in line for line in lines(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("activations", ["none", "full", "attention"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_a_layer_keeps_changes_no_number(tmp_path: Path, activations: str, zero: int) -> None:
+    options = [f"runs={tmp_path}", "steps=3", f"engine.zero={zero}", "debug.deterministic=true"]
+    for name, extra in (("plain", ["engine.activations=none"]), ("kept", [f"engine.activations={activations}"])):
+        if activations != "none" and name == "kept":
+            extra.append("engine.offload_activations=true")
+        assert jobs.run_ranks(2, jobs.train, [*options, f"name={name}", *extra]) == [0, 0]
+    plain, kept = lines(tmp_path / "plain"), lines(tmp_path / "kept")
+    assert [(x["loss"], x["grad"]) for x in kept] == [(x["loss"], x["grad"]) for x in plain]
+
+
+def test_wandb_offline_makes_a_run_that_can_be_synced(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    options = [f"runs={tmp_path}", "name=run", "tracking=offline"]
+    assert jobs.run_ranks(1, jobs.train, [*options, "steps=2"]) == [0]
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("run-*.wandb")
+    assert file.stat().st_size > 1000
+    run_id = file.stem.removeprefix("run-")
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
+    assert state["run_id"] == run_id, "a resumed run goes on under the same id"
+    assert jobs.run_ranks(1, jobs.train, [*options, "steps=3"]) == [0]
+    assert {file.name for file in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")} == {f"run-{run_id}.wandb"}
+
+
+def test_wandb_with_a_key_and_no_network_goes_on_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    import time
+
+    began = time.monotonic()
+    assert jobs.run_ranks(1, without_network, str(tmp_path)) == [0]
+    assert time.monotonic() - began < 60, "with its start-up; the wait itself is capped at tracking.init_timeout"
+    assert jobs.said.count("going on offline") == 1
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def without_network(folder: str) -> None:
+    os.environ.update(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")  # the port that discards
+    jobs.train([f"runs={folder}", "name=run", "steps=1", "tracking=wandb", "tracking.init_timeout=5"])
+
+
+def test_a_profile_is_written(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, jobs.train, [f"runs={tmp_path}", "name=run", "steps=2", "debug.profile=[2]"]) == [0, 0]
+    traces = sorted((tmp_path / "run" / "profile").iterdir())
+    assert [trace.name for trace in traces] == ["step-2-rank-0.json", "step-2-rank-1.json"]
+    assert "ringspan::ring_forward" in traces[0].read_text()
+
+
+def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=2", "--multirun", *jobs.TOY, f"runs={tmp_path}", "steps=2", "seed=0,1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "[2 of 2]" in done.stdout and len(list(tmp_path.glob("*/finished.json"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_far_away_is_recalled_through_the_ring_and_not_without(tmp_path: Path, broken: bool) -> None:
+    """`make train`'s own experiment, and once with a ring that carries nothing. Chance is 1 in 8."""
+    hook = jobs.local_attention if broken else None
+    options = ["experiment=laptop", f"runs={tmp_path}", "name=run", "parallel.device=cpu", "evaluate.sample=0"]
+    assert jobs.run_ranks(2, jobs.train_plain, options, hook, limit=500) == [0, 0]
+    report = json.loads((tmp_path / "run" / "finished.json").read_text())["held_out"]
+    far, chance = report["far/recall"], 1 / 8
+    assert far < 1.2 * chance if broken else far > 3 * chance, far
+
+
+def test_launch_hands_a_signal_to_the_ranks_which_save_and_leave(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=500"]
+    launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launched.stdout is not None
+    for text in launched.stdout:
+        if text.startswith("step   3/500"):
+            launched.send_signal(signal.SIGINT)  # Ctrl-C
+            break
+    launched.communicate(timeout=120)
+    assert launched.returncode == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint=none", "evaluate.batches=0"]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert not (tmp_path / "run" / "checkpoints").exists() and lines(tmp_path / "run", "held_out") == []

@@ -1,0 +1,116 @@
+"""Tokenizers: what goes in comes out, and what cannot work is said with its remedy."""
+
+import base64
+import builtins
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer import tokenizer
+from trainer.config import Tokenizer
+
+TEXTS = ["def main():\n    pass\n", "naïve café — 東京 🙂", "a  b\t\n"]
+
+
+def hf_file(folder: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    built = tokenizers.Tokenizer(tokenizers.models.BPE())
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>", "<odd>"]
+    )
+    built.train_from_iterator(["def main return pass self"] * 9, trainer)
+    built.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def tiktoken_file(folder: Path, extra: tuple[bytes, ...] = (b"de", b"def", b" m")) -> Path:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + list(extra)
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    (folder / "tiny.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+    return folder / "tiny.tiktoken"
+
+
+def check(found: tokenizer.Tokenizer) -> list[np.ndarray]:
+    encoded = list(found.encode([text.encode() for text in TEXTS]))
+    for ids, text in zip(encoded, TEXTS, strict=True):
+        assert ids.max() < found.size and found.end not in ids
+        assert found.decode(ids.tolist()) == text
+        assert found.decode([*ids.tolist(), found.end]) == text
+    assert found.end < found.size
+    return encoded
+
+
+def test_bytes() -> None:
+    found = tokenizer.load(Tokenizer())
+    assert [ids.tolist() for ids in check(found)] == [list(text.encode()) for text in TEXTS]
+    assert (found.size, found.end) == (257, 256)
+    assert found.decode([0xE6, 300, 65]) == "\ufffdA"  # a broken character, an id of the padded vocabulary
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    path = hf_file(tmp_path)
+    found = tokenizer.load(Tokenizer(kind="hf", path=str(path)))
+    encoded = check(found)
+    assert found.end == 0 and len(encoded[0]) < len(TEXTS[0].encode())
+    assert tokenizer.load(Tokenizer(kind="hf", path=str(tmp_path))).fingerprint == found.fingerprint
+    other = tokenizer.load(Tokenizer(kind="hf", path=str(path), end="<odd>"))
+    assert other.end == 1 and other.fingerprint != found.fingerprint
+    with pytest.raises(ValueError, match=r"has no token <none>"):
+        tokenizer.load(Tokenizer(kind="hf", path=str(path), end="<none>"))
+
+
+def test_tiktoken(tmp_path: Path) -> None:
+    found = tokenizer.load(Tokenizer(kind="tiktoken", path=str(tiktoken_file(tmp_path))))
+    encoded = check(found)
+    assert found.end == 259 and encoded[0][0] == 257  # "def"
+
+
+def test_the_vocabulary_is_the_tokenizers_rounded_up() -> None:
+    found = tokenizer.load(Tokenizer())
+    assert tokenizer.vocabulary(0, found) == 320
+    assert tokenizer.vocabulary(257, found) == 257
+    with pytest.raises(ValueError, match=r"model.vocabulary=256: the tokenizer has 257"):
+        tokenizer.vocabulary(256, found)
+
+
+@pytest.mark.parametrize(("kind", "library"), [("hf", "tokenizers"), ("tiktoken", "tiktoken")])
+def test_a_missing_library_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, library: str
+) -> None:
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == library:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match=f"pip install {library}"):
+        tokenizer.load(Tokenizer(kind=kind, path=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(path="x.json"), "tokenizer.path='x.json': bytes take none"),
+        (dict(kind="hf"), "tokenizer.path='': tokenizer.kind=hf needs a file"),
+        (dict(kind="tiktoken", path="nowhere"), "tokenizer.path='nowhere'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokenizer.load(Tokenizer(**options))
+
+
+@pytest.mark.parametrize("kind", ["hf", "tiktoken"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip({"hf": "tokenizers"}.get(kind, kind))
+    (tmp_path / "file").write_text("no such thing\n")
+    with pytest.raises(ValueError, match=r"tokenizer.path=.* is no "):
+        tokenizer.load(Tokenizer(kind=kind, path=str(tmp_path / "file")))

@@ -1,0 +1,1 @@
+raise ImportError("a wrong config must be told before torch is imported")

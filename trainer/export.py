@@ -1,0 +1,36 @@
+"""Writes a checkpoint's weights as Hugging Face has them, in a folder that transformers loads.
+
+python -m trainer.export checkpoint=runs/my-run to=my-model
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import compose, restore, weights
+from .config import Export
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = compose.parse_flat(Export, "python -m trainer.export", __doc__, argv)
+    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float32
+    try:
+        if not given.to:
+            raise ValueError("to='': give the folder to write")
+        restored = restore.Restored(given.checkpoint)
+
+        def read(name: str) -> Tensor:
+            return restored.weight(name).to(dtype)
+
+        readers = {name: partial(read, name) for name in restored.reader.names}
+        end = restored.tokenizer().end
+        weights.export(Path(given.to), readers, restored.model, restored.rope, restored.length, end)
+    except ValueError as error:
+        compose.fail("python -m trainer.export", error)
+    print(f"{restored.folder} is now in {given.to}: AutoModelForCausalLM.from_pretrained({given.to!r}) loads it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""How much memory a step needs on a rank, by term, without making it. Imports no torch.
+
+A step has moments, and what is there at each differs: layers' checkpoints go as gradients come, the logits of a chunk are gone
+before the first layer goes backward. The peak is the largest moment. P parameters, N ranks, n tokens a rank, b bytes a number:
+
+    weights      b·P; ZeRO 3: b·P/N and what is gathered at a time; ZeRO 0 in bf16: fp32, and bf16 copies while they are used
+    optimizer    fp32 weights and two moments: 12·P/N (ZeRO 0: two moments, 8·P); muon keeps one moment of matrices
+    gradients    fp32: 4·P for ZeRO 0 and 1, which begin anew each step, 4·P/N for 2 and 3; and buckets on their way
+    checkpoints  layers · b·n·dim of inputs; `attention` adds b·n·heads·head_dim + 4·n·heads of (out, lse)
+
+This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from .config import Config
+from .cost import head_dim, parameters
+from .rules import mesh_of
+
+GIB = 2**30
+RESERVE = 0.08
+LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
+CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
+
+
+@dataclass
+class Footprint:
+    """Bytes on one rank by term, and which terms are there at a moment."""
+
+    terms: dict[str, float] = field(default_factory=dict)
+    moments: dict[str, list[str]] = field(default_factory=dict)
+
+    def at(self, moment: str) -> float:
+        return sum(self.terms[name] for name in self.moments[moment])
+
+    @property
+    def highest(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=self.at)
+
+    @property
+    def peak(self) -> float:
+        return self.at(self.highest)
+
+
+def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
+    """Of a config whose model is resolved: its vocabulary and max_positions are known."""
+    model, engine = config.model, config.engine
+    data, ring, ulysses = mesh_of(config, world)
+    width, counts = head_dim(model), parameters(model)
+    bf16 = engine.precision == "bf16" or (engine.precision == "auto" and gpu)
+    b = 2 if bf16 else 4
+    n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
+    P, shards = counts.total, world if engine.zero else 1
+    layer = (counts.attention + counts.mlp) / model.layers
+
+    found = Footprint()
+    always = found.terms  # whatever is there from here on is there at every moment
+    if engine.zero == 0:
+        always["weights"] = 4 * P + (2 * P if bf16 else 0)
+    elif engine.zero < 3:
+        always["weights"] = b * P
+    else:
+        gathered = min(P, LIVE, max(3 * layer, model.vocabulary * model.dim)) + engine.prefetch_mb * 2**20 / b
+        always["weights"] = (0 if engine.offload_parameters else b * P / shards) + b * min(gathered, P)
+    moments = 8 if config.optim.kind == "adamw" else 8 - 4 * (counts.attention + counts.mlp) / P
+    kept = moments * P / shards + (4 * P / shards if engine.zero else 0)
+    always["optimizer"] = 0 if engine.offload_optimizer else kept
+    gradients = 4 * P / (shards if engine.zero > 1 else 1)
+    if engine.offload_optimizer and engine.zero > 1:
+        gradients = 0
+    if engine.zero:
+        always["gradient buckets"] = engine.bucket_mb * 2**20 * (2 if engine.zero > 1 else 1)
+
+    heads, kv = model.heads * width, model.kv_heads * width
+    inputs, attention = b * n * model.dim, b * n * heads + 4 * n * model.heads
+    gates = 4 if model.activation == "swiglu" else 2
+    saved_mlp = b * n * (model.dim + gates * model.mlp_dim)
+    saved_attention = b * n * (2 * model.dim + heads + 2 * kv) + attention
+    if engine.activations == "none":
+        checkpoints = model.layers * (inputs + saved_attention + saved_mlp)
+    else:
+        checkpoints = inputs * (2 if engine.offload_activations else model.layers)
+        checkpoints += model.layers * attention if engine.activations == "attention" else 0
+    always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
+
+    base = list(always)
+    always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
+    micro_batches = config.data.batch // (config.data.micro_batch * data)
+    if engine.zero > 1 or micro_batches > 1:
+        base.append("gradients")  # there from the start, or since the micro-batch before
+
+    again = 0 if engine.activations == "none" else 1
+    backward_mlp = again * (saved_attention + saved_mlp) + b * n * (3 * model.mlp_dim + 2 * model.dim)
+    backward_attention = again * saved_attention + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
+    if ring > 1:
+        blocks = 3 * b * n * 2 * kv  # shown to others, used, and coming in
+        backward_attention += blocks + 2 * 4 * n * 2 * kv  # dk and dv: mine, and two parts on their way
+    if ulysses > 1:
+        backward_attention += b * n * (2 * heads + 2 * kv)
+    weight_gradients = b * layer if engine.zero else 0
+    found.terms["a layer's backward"] = max(backward_mlp, backward_attention) + weight_gradients
+    chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
+    table = model.vocabulary * model.dim
+    found.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + 2 * b)
+    found.terms["optimizer's step"] = 0 if engine.zero == 0 else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
+    for moment, there in {
+        "the loss": ["checkpoints", "loss"],
+        "the first layer that goes backward": ["checkpoints", "a layer's backward"],
+        "the last layer that goes backward": ["gradients", "a layer's backward"],
+        "the optimizer's step": ["gradients", "optimizer's step"],
+    }.items():
+        found.moments[moment] = list(dict.fromkeys([*base, *there]))
+    return found
+
+
+def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:
+    """The longest sequence, in multiples of 1024 tokens, whose step fits; 0 if none does."""
+
+    def fits(length: int) -> bool:
+        model = config.model
+        rows = length if model.positions == "learned" else 0
+        at = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=rows))
+        return footprint(at, world, gpu).peak <= (1 - RESERVE) * memory
+
+    if not fits(1024):
+        return 0
+    low, high = 1, 2
+    while high < 2**22 and fits(high * 1024):
+        low, high = high, high * 2
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
+    return low * 1024

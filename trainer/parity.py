@@ -1,0 +1,167 @@
+"""The certificate that sharding changes nothing: one step of a toy under every split, against one rank alone.
+
+    python -m trainer.parity                          1, 2 and 4 gloo ranks × ZeRO 0 to 3
+    python -m trainer.parity ranks=[1,2] zero=[0,3]
+
+Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three micro-batches. Loss
+and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the largest
+entry of that gradient. Gradients are read before clipping, through the optimizer: with Adam's averages both at zero, the first
+average after a step is (1 - β₁) · gradient.
+"""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import compose
+from .config import option
+
+TOY = [
+    "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.mlp_dim=48", "model.name=toy",
+    "model.head_dim=16", "data.length=150", "data.batch=12", "steps=1", "schedule=constant", "schedule.warmup=0",
+    "optim.clip=0", "debug.watchdog=0", "parallel.device=cpu", "parallel.timeout=120", "checkpoint.resume=none",
+]  # fmt: skip
+
+
+@dataclass
+class Parity:
+    ranks: list[int] = option([1, 2, 4], "numbers of ranks")
+    zero: list[int] = option([0, 1, 2, 3], "ZeRO stages")
+    steps: int = option(1, "steps; after the first, only losses are compared", least=1)
+    save: str = option("", "a JSON file for the results")
+
+
+@dataclass(frozen=True)
+class Split:
+    ring: int
+    ulysses: int
+    data: int
+    zero: int
+
+    @property
+    def options(self) -> list[str]:
+        mesh = [f"parallel.{name}={getattr(self, name)}" for name in ("ring", "ulysses", "data")]
+        return [*mesh, f"engine.zero={self.zero}", f"data.micro_batch={4 // self.data}"]  # of 12 sequences: accumulation 3
+
+    def __str__(self) -> str:
+        return f"ring {self.ring} × ulysses {self.ulysses} × data {self.data}, ZeRO {self.zero}"
+
+
+def splits(num_ranks: int, stages: list[int]) -> Iterator[Split]:
+    """Every way to share so many ranks out."""
+    for ring in range(1, num_ranks + 1):
+        for ulysses in range(1, num_ranks // ring + 1):
+            if num_ranks % (ring * ulysses) == 0:
+                yield from (Split(ring, ulysses, num_ranks // (ring * ulysses), zero) for zero in stages)
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = compose.parse_flat(Parity, "python -m trainer.parity", __doc__, argv)
+    found: dict[Split, dict[str, Any]] = {}
+    reference = Split(1, 1, 1, 0)
+    for num_ranks in sorted({1, *given.ranks}):
+        wanted = list(splits(num_ranks, given.zero)) if num_ranks in given.ranks else []
+        if num_ranks == 1 and reference not in wanted:
+            wanted.insert(0, reference)
+        found |= measure(num_ranks, wanted, given.steps)
+    rows, worst = [], 0.0
+    print(f"{'split':44}  {'loss':>9}  {'gradients':>9}  largest deviation from one rank alone, relative")
+    for split, result in found.items():
+        row = compare(result, found[reference])
+        rows.append(dict(split=str(split), **row))
+        worst = max(worst, row["loss"], row["gradients"])
+        print(f"{split!s:44}  {row['loss']:9.1e}  {row['gradients']:9.1e}  {row['where']}", flush=True)
+    print(f"largest of all: {worst:.1e}; fp32 keeps 6.0e-08 of a number")
+    if given.save:
+        Path(given.save).write_text(json.dumps(dict(rows=rows, worst=worst, steps=given.steps), indent=1))
+    return 0
+
+
+def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    loss = max(abs(a - b) / abs(b) for a, b in zip(result["losses"], expected["losses"], strict=True))
+    deviations = {}
+    for name, gradient in expected["gradients"].items():
+        a, b = np.asarray(result["gradients"][name]), np.asarray(gradient)
+        deviations[name] = float(np.abs(a - b).max() / np.abs(b).max())
+    where = max(deviations, key=lambda name: deviations[name])
+    return dict(loss=loss, gradients=deviations[where], where=where)
+
+
+def measure(num_ranks: int, wanted: list[Split], steps: int = 1, extra: list[str] | None = None) -> dict[Split, dict[str, Any]]:
+    """Runs these splits, one after the other, in one set of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = dict(splits=[vars(split) for split in wanted], steps=steps, extra=extra or [], folder=folder)
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        common = os.environ | dict(
+            WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            f"import json; from trainer.parity import work; work(json.loads({json.dumps(json.dumps(task))}))",
+        ]
+        ranks = [
+            subprocess.Popen(command, env=common | dict(RANK=str(rank), LOCAL_RANK=str(rank)), cwd=Path(__file__).parent.parent)
+            for rank in range(num_ranks)
+        ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        results = json.loads((Path(folder) / "results.json").read_text())
+    return dict(zip(wanted, results, strict=True))
+
+
+def work(task: dict[str, Any]) -> None:
+    """One rank: every split in turn."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = []
+    for number, split in enumerate(task["splits"]):
+        options = [*TOY, *Split(**split).options, f"runs={task['folder']}", f"name=split-{number}", f"steps={task['steps']}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            results.append(one(compose.load([*options, *task["extra"]])))
+    dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        (Path(task["folder"]) / "results.json").write_text(json.dumps(results))
+
+
+def one(composed: compose.Composed) -> dict[str, Any]:
+    """Losses of every step, and the first one's gradients."""
+    from .loop import train
+    from .run import Run
+
+    losses: list[float] = []
+    gradients: dict[str, list[float]] = {}
+    run = Run(composed)
+
+    def report(step: int, total: Any, *rest: Any) -> None:
+        losses.append(total.loss)
+        if step == 1:
+            scale = 1 - composed.config.optim.betas[0]
+            gradients.update({name: (run.engine.read(name)["exp_avg"] / scale).flatten().tolist() for name in run.engine.names})
+
+    run.report = report  # type: ignore[method-assign]
+    run.save = lambda: None  # type: ignore[method-assign]
+    train(run)
+    run.close()
+    return dict(losses=losses, gradients=gradients)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,220 @@
+"""What a config may not be: values out of their bounds, and options that contradict each other. Imports no torch.
+
+Each problem is one sentence: the option, what was given, what would work. All of them are reported at once.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import Config, Model, Rope
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Every problem of this config on so many ranks."""
+    problems = check_values(config)
+    if problems:
+        return problems  # the rest may divide by them
+    problems += rotary(config.rope)
+    for rule in (_model, _data, _mesh, _engine, _optim, _run):
+        problems += rule(config)
+    return problems or list(_split_of_ranks(config, world_size))
+
+
+def check_values(node: Any, prefix: str = "") -> list[str]:
+    """Choices and bounds, as the schema's fields have them."""
+    problems = []
+    for field in fields(node):
+        value, name = getattr(node, field.name), prefix + field.name
+        if is_dataclass(value):
+            problems += check_values(value, name + ".")
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                problems += check_values(part, f"{name}.{key}.")
+        choices, least, above = (field.metadata.get(kind) for kind in ("choices", "least", "above"))
+        if choices and value not in choices:
+            problems.append(f"{name}={value}: choose {', '.join(map(str, choices))}")
+        numbers = value if isinstance(value, list) else [value]
+        for number in (x for x in numbers if isinstance(x, int | float)):
+            if not math.isfinite(number):
+                problems.append(f"{name}={value}: it must be a finite number")
+            elif least is not None and number < least:
+                problems.append(f"{name}={value}: it must be at least {least:g}")
+            elif above is not None and number <= above:
+                problems.append(f"{name}={value}: it must be above {above:g}")
+    return problems
+
+
+def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
+    """data, ring and ulysses on so many ranks; a 0 takes what the others leave."""
+    data, ring, ulysses = config.parallel.data, config.parallel.ring, config.parallel.ulysses
+    if not ring:
+        ring = max(1, world_size // (max(1, data) * ulysses))
+    if not data:
+        data = max(1, world_size // (ring * ulysses))
+    return data, ring, ulysses
+
+
+def has_gpu() -> bool:
+    """Cheaper than importing torch; torch has the last word."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
+
+
+def on_gpu(config: Config) -> bool:
+    if config.hardware.name not in ("auto", "cpu"):
+        return config.parallel.device != "cpu"  # a plan for another machine
+    return config.parallel.device == "cuda" or (config.parallel.device == "auto" and has_gpu())
+
+
+def shape(model: Model) -> Iterator[str]:
+    """What a model cannot be, whatever it is trained on; the model itself asks this too."""
+    if model.heads % model.kv_heads:
+        yield f"model.heads={model.heads}, model.kv_heads={model.kv_heads}: heads must be a multiple of kv_heads"
+    if not model.head_dim and model.dim % model.heads:
+        yield f"model.dim={model.dim}, model.heads={model.heads}: heads must divide dim, or give model.head_dim"
+    head_dim = model.head_dim or model.dim // model.heads
+    if not 16 <= head_dim <= 256 or head_dim % 8:
+        yield f"model.head_dim={head_dim}: attention takes 16 to 256, in steps of 8"
+    if any(window < 0 for window in model.windows):
+        yield f"model.windows={model.windows}: a window is a number of tokens, or 0 for all"
+    if model.dropout >= 1:
+        yield f"model.dropout={model.dropout}: it must be below 1"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    yield from shape(model)
+    if model.positions == "learned" and config.rope.kind != "base":
+        yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; take rope=base"
+    if model.positions == "learned" and 0 < model.max_positions < config.data.length:
+        yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 takes these"
+
+
+def rotary(rope: Rope) -> Iterator[str]:
+    if rope.kind == "base" and rope.factor != 1:
+        yield f"rope.factor={rope.factor}: rope.kind=base scales nothing; choose linear, ntk, yarn or llama3"
+    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        yield f"rope.low_freq_factor={rope.low_freq_factor}: it must be below rope.high_freq_factor={rope.high_freq_factor}"
+    if rope.kind == "yarn" and rope.beta_slow >= rope.beta_fast:
+        yield f"rope.beta_slow={rope.beta_slow}: it must be below rope.beta_fast={rope.beta_fast}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, tokenizer = config.data, config.tokenizer
+    if not data.sources:
+        yield "data.sources: there is none; choose data=mix, stdlib, recall, passkey, text or tokens"
+    elif not sum(source.weight for source in data.sources.values()):
+        yield "data.sources: every weight is 0, so there is nothing to learn from"
+    for name, source in data.sources.items():
+        if source.kind in ("text", "tokens") and not source.paths:
+            yield f"data.sources.{name}.paths=[]: {source.kind} reads files; write 'data.sources.{name}.paths=[a,b/*.txt]'"
+        if source.kind in ("stdlib", "recall", "passkey") and source.paths:
+            yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
+        if source.kind == "tokens" and not config.model.vocabulary:
+            yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
+        for path in source.paths if source.kind in ("text", "tokens") else []:
+            if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
+                yield f"data.sources.{name}.paths: {path} does not exist"
+    if data.held_out >= 1:
+        yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
+    if tokenizer.kind == "bytes" and tokenizer.path:
+        yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
+    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
+        yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
+    if (
+        tokenizer.kind == "bytes"
+        and 0 < config.model.vocabulary < 257
+        and not any(s.kind == "tokens" for s in data.sources.values())
+    ):
+        yield f"model.vocabulary={config.model.vocabulary}: bytes need 257, as one ends documents; 0 takes these"
+
+
+def _mesh(config: Config) -> Iterator[str]:
+    parallel, heads = config.parallel, config.model.heads
+    if parallel.layout == "striped" and parallel.ulysses > 1:
+        yield f"parallel.layout=striped, parallel.ulysses={parallel.ulysses}: striped has no ulysses; take zigzag"
+    if heads % parallel.ulysses:
+        yield f"parallel.ulysses={parallel.ulysses}, model.heads={heads}: ulysses ranks share the heads, so it must divide them"
+    if parallel.device == "cuda" and not has_gpu():
+        yield "parallel.device=cuda: this machine has no GPU; take auto or cpu"
+    if parallel.attention in ("triton", "hopper") and not on_gpu(config):
+        yield f"parallel.attention={parallel.attention}: it runs on a GPU; on a CPU take auto, chunked or reference"
+
+
+def _split_of_ranks(config: Config, world_size: int) -> Iterator[str]:
+    data, ring, ulysses = mesh_of(config, world_size)
+    ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+    if data * ring * ulysses != world_size:
+        yield (
+            f"parallel.data={data} × ring={ring} × ulysses={ulysses} is {data * ring * ulysses} ranks, but there are {ranks}: "
+            f"start that many (torchrun --nproc-per-node={data * ring * ulysses}), or leave data or ring at 0"
+        )
+        return
+    at_once = config.data.micro_batch * data
+    if config.data.batch % at_once:
+        yield (
+            f"data.batch={config.data.batch}: it must be a multiple of data.micro_batch={config.data.micro_batch} × "
+            f"{data} data rank{'s' * (data != 1)}, such as {math.ceil(config.data.batch / at_once) * at_once}"
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    engine = config.engine
+    if engine.offload_optimizer and engine.zero == 0:
+        yield "engine.offload_optimizer=true, engine.zero=0: only a sharded optimizer offloads; take engine.zero=1, 2 or 3"
+    if engine.offload_parameters and engine.zero != 3:
+        yield f"engine.offload_parameters=true, engine.zero={engine.zero}: only ZeRO 3 shards weights; take engine.zero=3"
+    if engine.offload_optimizer and not on_gpu(config):
+        yield "engine.offload_optimizer=true: without a GPU the optimizer is on the CPU already; leave it out"
+    if engine.offload_parameters and not on_gpu(config):
+        yield "engine.offload_parameters=true: without a GPU the weights are on the CPU already; leave it out"
+    if engine.compile == "on" and engine.zero == 3:
+        yield "engine.compile=on, engine.zero=3: ZeRO 3's hooks break compiled blocks; take engine.zero=1 or 2, or auto"
+    if engine.offload_activations and engine.activations == "none":
+        yield "engine.offload_activations=true, engine.activations=none: only checkpointed blocks offload; take attention"
+    if engine.precision == "bf16" and not on_gpu(config):
+        yield "engine.precision=bf16: without a GPU products are in fp32; take auto or fp32"
+
+
+def _optim(config: Config) -> Iterator[str]:
+    optim, schedule, engine = config.optim, config.schedule, config.engine
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"optim.betas={optim.betas}: two numbers, each at least 0 and below 1, such as [0.9,0.95]"
+    if optim.kind == "muon" and engine.zero not in (1, 2):
+        yield f"optim.kind=muon, engine.zero={engine.zero}: it steps whole matrices; take engine.zero=1 or 2"
+    if optim.kind == "muon" and engine.offload_optimizer:
+        yield "optim.kind=muon, engine.offload_optimizer=true: muon's products belong on the GPU; leave the offload out"
+    if optim.muon_momentum >= 1:
+        yield f"optim.muon_momentum={optim.muon_momentum}: it must be below 1"
+    if schedule.warmup > config.steps:
+        yield f"schedule.warmup={schedule.warmup}: the run has only steps={config.steps}"
+    if schedule.floor > 1:
+        yield f"schedule.floor={schedule.floor}: a share of the peak, so at most 1"
+    if schedule.decay > 1:
+        yield f"schedule.decay={schedule.decay}: a share of the steps, so at most 1"
+
+
+def _run(config: Config) -> Iterator[str]:
+    checkpoint, debug = config.checkpoint, config.debug
+    if config.seed >= 2**32:
+        yield f"seed={config.seed}: it must be below 2**32"
+    if "/" in config.name or config.name in (".", ".."):
+        yield f"name={config.name}: a folder's name, without slashes; `runs` says where it lies"
+    if config.init_from and not Path(config.init_from).expanduser().is_dir():
+        yield f"init_from={config.init_from}: there is no such folder"
+    if checkpoint.resume not in ("auto", "none") and not Path(checkpoint.resume).expanduser().is_dir():
+        yield f"checkpoint.resume={checkpoint.resume}: choose auto, none, or the folder of a checkpoint that exists"
+    if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
+        yield f"checkpoint.keep_every={checkpoint.keep_every}: it must be a multiple of checkpoint.every={checkpoint.every}"
+    for name, steps in (("profile", debug.profile), ("memory", debug.memory)):
+        if any(not 1 <= step <= config.steps for step in steps):
+            yield f"debug.{name}={steps}: steps are counted from 1 to steps={config.steps}"
+    if debug.memory and not on_gpu(config):
+        yield f"debug.memory={debug.memory}: only a GPU's memory can be written out"
+    if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
+        yield f"tracking.wandb={config.tracking.wandb}: wandb is not installed; pip install wandb, or leave it disabled"
+    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield "tracking.tensorboard=true: tensorboard is not installed; pip install tensorboard"

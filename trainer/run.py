@@ -1,0 +1,260 @@
+"""A run put together: ranks, data, model, engine, and what the loop asks of them."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel import context_attention
+
+from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
+from .compose import Composed
+from .data import Batch, Corpus, Dataset, prefetch, samples_of
+from .engine import Engine
+from .evaluate import Report, evaluate
+from .generate import generate
+from .model import GPT, fresh
+from .ranks import Ranks
+from .signals import Signals
+from .watchdog import Watchdog
+
+
+class Stopped(Exception):
+    """A signal came while something was going on that may be left."""
+
+
+class Run:
+    def __init__(self, composed: Composed) -> None:
+        self.config = config = composed.config
+        self.signals = Signals()
+        self.ranks = ranks = Ranks(config)
+        self.device = ranks.device
+        self.folder = Path(ranks.first(str(rundir.choose(config)) if ranks.rank == 0 else None))
+        if ranks.rank == 0:
+            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
+        ranks.barrier()
+        self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
+        self.tokenizer = tokenizer.load(config.tokenizer)
+        self.model_config = tokenizer.resolved(config, self.tokenizer)
+        self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
+        self.at = self.layout.positions(ranks.mesh.context_rank)
+        vocabulary = self.model_config.vocabulary
+        self.data, self.held_out = (
+            Dataset(config.data, self.tokenizer, config.seed, part, vocabulary) for part in ("train", "held_out")
+        )
+        self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
+        self.attention = partial(
+            context_attention,
+            layout=self.layout,
+            mesh=ranks.mesh,
+            backend=config.parallel.attention,
+            deterministic=config.debug.deterministic,
+        )
+        with torch.device("meta"):
+            skeleton = GPT(self.model_config, config.rope, self.attention, seed=None)
+        self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
+        source = self._source()
+        if source:
+            source.check(self._shapes, config.optim.kind)
+        values = source.values if source else self._fresh if not config.init_from else self._converted()
+        self.engine = Engine(config, self._build, values, self.device, self.accumulation)
+        self.model: GPT = self.engine.module
+        self.position = checkpoint.Position()
+        if source:
+            self.position = source.position
+            self.engine.load_moments(source.values, self.position.applied)
+            source.restore_random()
+        # Made under ZeRO 3 they would have been rounded to the weights' type.
+        self.model.rope_frequencies()
+        memory.install(self.model, config.engine.activations, config.engine.offload_activations, self.compiles)
+        run_id = self.position.run_id
+        self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
+        self.position.run_id = ranks.first(self.tracker.run_id)
+        self._describe(source)
+
+    @property
+    def compiles(self) -> bool:
+        engine = self.config.engine
+        return engine.compile == "on" or (engine.compile == "auto" and engine.zero < 3 and self.device.type == "cuda")
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Every step's micro-batches of this rank: its samples, and of them its tokens."""
+        data, mesh, first = self.config.data, self.ranks.mesh, self.position.samples
+
+        def make(number: int) -> list[Batch]:
+            step = [samples_of(0, micro, data, mesh.data_rank, mesh.data) for micro in range(self.accumulation)]
+            offset = first + number * data.batch
+            return [self.data.batch([offset + sample for sample in samples], self.at) for samples in step]
+
+        return prefetch(make, 0, data.prefetch)
+
+    def flops(self, batch: list[Batch]) -> float:
+        """Of these samples, counted on one of the ranks that share them; 3.5× convention (cost.py)."""
+        if self.ranks.mesh.context_rank:
+            return 0.0
+        return cost.training_flops(self.model_config, [length for micro in batch for length in micro.lengths])
+
+    def report(self, step: int, total: Any, grad: float, lr: float, applied: bool, labels: float) -> None:
+        config, tracker = self.config, self.tracker
+        seconds = tracker.clock.lap()
+        tokens = config.data.batch * config.data.length
+        values: dict[str, Any] = dict(loss=total.loss, grad=grad, lr=lr, labels=labels, tokens=self.position.tokens)
+        values["samples"] = [self.position.samples - config.data.batch, self.position.samples - 1]
+        values |= dict(seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.ranks.world / 1e12)
+        if len(total.sources) > 1:
+            values["source"] = total.sources
+        if not applied:
+            values["skipped"] = step - self.position.applied
+        values |= inspection.memory_use(self.device, values["tflops"])
+        tracker.log(step, values)
+        if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
+            tracker.say(tracking.line(step, config.steps, values, tracker.clock.left(step)))
+        if not applied:
+            tracker.say(
+                f"step {step}: the gradient is not finite, so the weights stay as they are ({values['skipped']} skipped so far)"
+            )
+
+    @contextlib.contextmanager
+    def inspect(self, step: int) -> Iterator[None]:
+        with inspection.watch(step, self.config.debug, self.folder, self.ranks.rank, self.device):
+            yield
+
+    def evaluate(self, step: int) -> Report | None:
+        """Held-out data under the same ring; None if a signal came in between, which all ranks learn together."""
+        self.tracker.clock.pause()
+        self.model.eval()
+        mesh = self.ranks.mesh
+
+        def before_each(number: int) -> None:
+            self.watchdog.at(step, f"evaluation, micro-batch {number + 1}")
+            if self.ranks.any(self.signals.stop):
+                raise Stopped
+
+        where = (self.at, self.device, mesh.data_rank, mesh.data)
+        try:
+            report = evaluate(self.engine, self.held_out, self.config, *where, self.ranks.sum, before_each)
+        except Stopped:
+            return None
+        finally:
+            self.model.train()
+            self.tracker.clock.go_on()
+        self.tracker.log(step, report.metrics(), kind="held_out")
+        for table in report.tables:
+            self.tracker.curve(step, table.title, table.labels, table.means)
+        return report
+
+    def save(self) -> None:
+        self.tracker.clock.pause()
+        self.watchdog.at(self.position.step, "checkpoint")
+        began = time.perf_counter()
+        described = dict(
+            model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
+        )
+        described |= dict(length=self.config.data.length)
+        folder, options = self.folder / "checkpoints", self.config.checkpoint
+        problem = checkpoint.save(folder, self.engine, self.position, described, self.ranks, options)
+        if problem:
+            self.tracker.say(f"step {self.position.step}: the checkpoint could not be written, the one before stays: {problem}")
+        elif time.perf_counter() - began > 5:
+            self.tracker.say(f"step {self.position.step}: saved in {time.perf_counter() - began:.0f} s")
+        self.tracker.clock.go_on()
+
+    def finish(self) -> None:
+        """After the last step: what the run came to, in text."""
+        config, step, path = self.config, self.position.step, _short(self.folder)
+        lines, metrics = [], {}
+        if config.evaluate.batches:
+            report = self.evaluate(step)
+            if report is None:
+                return
+            metrics = report.metrics()
+            sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
+            lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text()]
+        if config.evaluate.sample:
+            self.watchdog.at(step, "sample")
+            lines += ["", self._sample()]
+        lines += [
+            "",
+            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config, {path}/checkpoints the weights.",
+            "What to try next:",
+            f'  python -m trainer.generate checkpoint={path} prompt="def main("',
+            "  python -m launch data=text 'data.sources.text.paths=[~/my-texts]' steps=500    your own files",
+            "  python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
+        ]
+        self.tracker.say("\n" + "\n".join(lines))
+        if self.ranks.rank == 0:
+            rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+
+    def _sample(self) -> str:
+        """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""
+        config = self.config
+        text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
+        prompt = self.held_out.windows([(text, 0)]).tokens[0, : config.data.length // 4][:64].tolist()
+        room = min(config.evaluate.sample, config.data.length - len(prompt))
+        run_layer, self.model.run_layer = self.model.run_layer, memory.plain
+        self.model.eval()
+        with self.engine.precision():
+            out = generate(self.model, prompt, room, config.evaluate.temperature, size=self.tokenizer.size)
+        self.model.train()
+        self.model.run_layer = run_layer
+        return "A held-out text, and from the bar on the model:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))
+
+    def close(self, failed: bool = False) -> None:
+        self.tracker.close(failed)
+        self.watchdog.close()
+        self.signals.close()
+        self.engine.close()
+        self.ranks.close()
+
+    def _build(self) -> GPT:
+        return GPT(self.model_config, self.config.rope, self.attention, seed=None)
+
+    def _fresh(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return fresh(name, self._shapes[name], self.model_config, self.config.seed, start, stop)
+
+    def _source(self) -> checkpoint.Reader | None:
+        """The checkpoint to go on from, if there is one."""
+        resume = self.config.checkpoint.resume
+        if resume == "none":
+            return None
+        if resume == "auto":
+            path, damaged = checkpoint.newest(self.folder / "checkpoints", self.ranks)
+            for text in damaged if self.ranks.rank == 0 else []:
+                print(f"{text}; {'the one before it is used' if path else 'there is none before it'}", flush=True)
+            return checkpoint.Reader(path) if path else None
+        path = Path(resume).expanduser()
+        if problems := checkpoint.verify(path, self.ranks):
+            raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+        return checkpoint.Reader(path)
+
+    def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
+        """Weights from a folder of Hugging Face safetensors."""
+        from . import weights
+
+        return weights.values(Path(self.config.init_from).expanduser(), self.model_config, self.config.rope)
+
+    def _describe(self, source: checkpoint.Reader | None) -> None:
+        config, mesh = self.config, self.ranks.mesh
+        numbers = cost.parameters(self.model_config)
+        how = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
+        self.tracker.say(
+            f"{config.model.name}: {numbers.total:,} weights; "
+            f"{config.data.batch} sequences of {config.data.length:,} tokens a step; "
+            f"{self.ranks.world} × {_device_name(self.device)}, {how}\n"
+            f"{_short(self.folder)}" + (f": going on after step {source.position.step}" if source else "")
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+
+
+def _short(path: Path) -> str:
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown

@@ -1,0 +1,147 @@
+"""How text becomes tokens and tokens text: bytes, a Hugging Face tokenizer.json, or a tiktoken file of ranks.
+
+All three have one face: `size` (ids are below it), `end` (the id that ends a document), `encode` of many documents at once,
+`decode`, and a `fingerprint` by which cached tokens are told apart. Bytes need nothing. The others import their library only
+when they are chosen, and read a local file: a run never asks the network for a tokenizer.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import config
+
+# What the tokenizers in use call the token that ends a document.
+ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+CL100K_PATTERN = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# A file of ranks does not say how text is split first, nor where its special tokens are: its size tells which one it is.
+TIKTOKEN = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 128000: (CL100K_PATTERN, 128001)}
+
+
+class Tokenizer(Protocol):
+    size: int
+    end: int
+    fingerprint: str
+
+    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class Bytes:
+    """A byte is a token; 256 ends a document."""
+
+    size, end, fingerprint = 257, 256, "bytes"
+
+    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
+        return (np.frombuffer(text, np.uint8) for text in documents)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class HuggingFace:
+    def __init__(self, path: Path, end: str) -> None:
+        tokenizers = _library("tokenizers", "hf")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {error}") from None
+        names = [end] if end else list(ENDS)
+        found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
+        if not found:
+            raise ValueError(
+                f"tokenizer.end={end!r}: {path} has no token {' or '.join(names)}; name the one that ends a document"
+            )
+        self.end = found[0]
+        # Ids may have holes, so the number of tokens is no bound.
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = _fingerprint(path, "hf", end)
+
+    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
+        texts = [text.decode(errors="replace") for text in documents]
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return (np.asarray(encoding.ids, np.uint32) for encoding in encodings)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([i for i in ids if i < self.size], skip_special_tokens=True)
+
+
+class Tiktoken:
+    def __init__(self, path: Path, end: str) -> None:
+        tiktoken = _library("tiktoken", "tiktoken")
+        try:
+            pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer.path={str(path)!r} is no tiktoken file, whose lines are a token in base64 and its rank: {error}"
+            ) from None
+        pattern, self.end = TIKTOKEN.get(len(ranks), (CL100K_PATTERN, len(ranks)))
+        name = end or "<|endoftext|>"
+        self._encoding: Any = tiktoken.Encoding(
+            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={name: self.end}
+        )
+        self.size = self.end + 1
+        self._known = set(ranks.values())
+        self.fingerprint = _fingerprint(path, "tiktoken", end)
+
+    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
+        texts = [text.decode(errors="replace") for text in documents]
+        return (np.asarray(ids, np.uint32) for ids in self._encoding.encode_ordinary_batch(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode([i for i in ids if i in self._known])
+
+
+def load(options: config.Tokenizer) -> Tokenizer:
+    """The tokenizer that the options ask for."""
+    if options.kind == "bytes":
+        for name in ("path", "end"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?"
+                )
+        return Bytes()
+    path = Path(options.path).expanduser()
+    if options.path and path.is_dir():
+        path = path / "tokenizer.json"
+    if not options.path or not path.is_file():
+        raise ValueError(f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine")
+    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
+
+
+def vocabulary(given: int, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: as given, or the tokenizer's size rounded up to a multiple of 64, in which products are fast."""
+    if 0 < given < tokenizer.size:
+        raise ValueError(
+            f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
+        )
+    return given or -(-tokenizer.size // 64) * 64
+
+
+def resolved(options: config.Config, tokenizer: Tokenizer) -> config.Model:
+    """The model's options, with what the tokenizer and the data decide filled in."""
+    model = options.model
+    rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
+    return replace(model, vocabulary=vocabulary(model.vocabulary, tokenizer), max_positions=rows)
+
+
+def _library(name: str, kind: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError:
+        raise ValueError(f"tokenizer.kind={kind} needs the package {name}: pip install {name}") from None
+
+
+def _fingerprint(path: Path, *options: str) -> str:
+    return hashlib.blake2b(path.read_bytes() + repr(options).encode(), digest_size=16).hexdigest()
