@@ -320,8 +320,10 @@ def launches(
     options: dict[str, Any],
     add: bool | str,
 ) -> Iterator[Launch]:
-    batch, _rows, heads, width = q.shape
+    batch, _, heads, width = q.shape
     kv_heads, v_width = v.shape[2:]
+    if batch == 0:
+        return
     tiles = tiles_for("backward", q, v)
     block_m, block_d, block_dv = tiles["BLOCK_M"], tiles["BLOCK_D"], tiles["BLOCK_DV"]
     q_rows, k_rows = num_rows(q_at), num_rows(k_at)
