@@ -64,9 +64,9 @@ def attention_backward(
     where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows.store(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full, kv_free = barriers(1, 1, 2)
+    kv_full, _kv_free = barriers(1, 1, 2)
     full_at, free_at = barriers(STAGES, 2, 2)  # written by the TMA and by the one who fetches the statistics
-    ds_full, ds_free = barriers(2, 2, 2)
+    ds_full, _ds_free = barriers(2, 2, 2)
     tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows)
     flags = (kv_full, full_at, free_at, ds_full)
 
@@ -90,8 +90,14 @@ def attention_backward(
     memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
     gl.warp_specialize([
-        (consume, (tiles, flags, work, memory, options, 0, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD)),
-        (consume, (tiles, flags, work, memory, options, 1, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD)),
+        (consume, (
+            tiles, flags, work, memory, options, 0,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD,
+        )),
+        (consume, (
+            tiles, flags, work, memory, options, 1,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD,
+        )),
         (produce, (dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M, STAGES, GROUP)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -100,10 +106,10 @@ def attention_backward(
 def produce(
     dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows = tiles
-    kv_full, full_at, free_at, ds_full = flags
+    k_tile, v_tile, q_tile, dout_tile, _ds_tile, _dq_tile, stats, where, _rows = tiles
+    kv_full, full_at, free_at, _ds_full = flags
     b, kv_head, first_key, begin, full, rest, end = work
-    dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides = memory
+    _dq, lse, delta, _dk, _dv, lse_strides, delta_strides, _dk_strides, _dv_strides = memory
     n = row_count(options[1])
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
@@ -146,8 +152,8 @@ def consume(
 ):  # fmt: skip
     k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows = tiles
     kv_full, full_at, free_at, ds_full = flags
-    b, kv_head, first_key, begin, full, rest, end = work
-    dq_to, lse, delta, dk_to, dv_to, lse_strides, delta_strides, dk_strides, dv_strides = memory
+    b, kv_head, first_key, begin, _full, _rest, end = work
+    dq_to, _lse, _delta, dk_to, dv_to, _lse_strides, _delta_strides, dk_strides, dv_strides = memory
     mask, q_at, k_at, scale, softcap = options
     DQ_WIDTH: gl.constexpr = BLOCK_D // 2 if SHARE == "columns" else BLOCK_D
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
@@ -175,11 +181,10 @@ def consume(
         v_mine = v_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     place = 0
     s = no_scores
-    if AHEAD:
-        if steps > 0:
-            place = wait_full(full_at, 0, STAGES)
-            s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
-            s = warpgroup_mma_wait(0, deps=(s,))
+    if AHEAD and steps > 0:
+        place = wait_full(full_at, 0, STAGES)
+        s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
+        s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         if not AHEAD:
             place = wait_full(full_at, i, STAGES)
@@ -315,7 +320,7 @@ def launches(
     options: dict[str, Any],
     add: bool | str,
 ) -> Iterator[Launch]:
-    batch, rows, heads, width = q.shape
+    batch, _rows, heads, width = q.shape
     kv_heads, v_width = v.shape[2:]
     tiles = tiles_for("backward", q, v)
     block_m, block_d, block_dv = tiles["BLOCK_M"], tiles["BLOCK_D"], tiles["BLOCK_DV"]

@@ -61,7 +61,7 @@ def attention_forward(
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); q's and out's block is a warpgroup's 64 rows."""
+    """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); blocks of q and out are 64 rows."""
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
     k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
@@ -130,7 +130,7 @@ def number(next_tile, place, n):
 @gluon.jit
 def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together = work
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
     # `together` heads at a time, as many as have their keys in the L2 cache; of these, the last queries, which see most
     # under a causal mask, first, and heads fastest, so that a group's read the same keys at the same time
     first_sequence = index // (num_tiles * together) * together
@@ -153,7 +153,7 @@ def produce(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A slot holds what is multiplied at the same time: keys, and the values of the keys before."""
-    q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
     total = work[3] * work[4]
     slots = 0  # so far
     i = 0
@@ -194,7 +194,7 @@ def consume(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together = work
+    mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _together = work
     scale, softcap = memory[8], memory[9]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
@@ -278,7 +278,7 @@ def finish(
     DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """The carry joins, the softmax divides, out and lse are written."""
-    out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap = memory
+    out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, _scale, _softcap = memory
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_ok = row < num_rows
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)

@@ -37,7 +37,7 @@ def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_m
 def test_what_hopper_does_not_take() -> None:
     q = torch.randn(1, 10, 2, 64, device="cuda", dtype=torch.bfloat16)
     for inputs, options in ((q.float(), {}), (q, dict(dropout=0.1)), (q, dict(scale=-1.0))):
-        with pytest.raises(ValueError, match="hopper.*use backend='triton'"):
+        with pytest.raises(ValueError, match=r"hopper.*use backend='triton'"):
             attention(inputs, inputs, inputs, backend="hopper", **options)
         assert attention(inputs, inputs, inputs, **options).isfinite().all()
     assert choose_backend("auto", q, q) == "hopper"
