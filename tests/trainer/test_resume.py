@@ -95,3 +95,29 @@ def test_the_same_command_goes_on_and_a_finished_run_is_left_alone(tmp_path: Pat
     assert [line["step"] for line in lines(first)] == [1, 2, 3, 4]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, first.name + "-2"]
+
+
+def in_bf16(options: list[str], *killed_after: int) -> None:
+    """What GPUs do; the rules refuse it on a CPU, where it is only slow."""
+    from trainer import compose, loop
+    from trainer.run import Run
+
+    composed = compose.load([*jobs.TOY, *options])
+    composed.config.engine.precision = "bf16"
+    run = Run(composed)
+    for step in killed_after:
+        jobs.kill_after(run, step)
+    loop.train(run)
+    run.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bf16_goes_on_from_its_fp32_masters_bit_for_bit(tmp_path: Path, zero: int) -> None:
+    options = [f"runs={tmp_path}", "steps=6", "debug.deterministic=true", "checkpoint.every=3", f"engine.zero={zero}"]
+    assert jobs.run_ranks(2, in_bf16, [*options, "name=whole"]) == [0, 0]
+    jobs.run_ranks(2, in_bf16, [*options, "name=killed"], 4)
+    assert jobs.run_ranks(2, in_bf16, [*options, "name=killed"]) == [0, 0]
+    whole, killed = lines(tmp_path / "whole"), lines(tmp_path / "killed")
+    assert [line["loss"] for line in killed] == [line["loss"] for line in whole]
+    last = "checkpoints/step-00000006"
+    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "whole" / last)
