@@ -177,8 +177,8 @@ def block_backward(
     """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
 
     With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
-    dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. Every backend's sums have a
-    fixed order, so `deterministic` is always true here.
+    dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
+    for sums in a fixed order, which all backends have but hopper, whose place triton then takes.
     """
     check_qkv(q, k, v)
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)

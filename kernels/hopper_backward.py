@@ -23,7 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .compat import tma_add, tma_load
-from .hopper_common import barriers, descriptor, heads_together, nth_tile, wait_free, wait_full, without_padding
+from .hopper_common import (
+    barriers,
+    descriptor,
+    fetchable,
+    heads_together,
+    nth_tile,
+    number,
+    wait_free,
+    wait_full,
+    without_padding,
+)
 from .hopper_tiles import tiles_for
 from .mask import Mask
 from .segments import Segment, num_rows
@@ -32,7 +42,6 @@ from .triton_common import (
     EVERYWHERE,
     LOG2E,
     Launch,
-    aligned,
     at_argument,
     exponents,
     mask_argument,
@@ -123,11 +132,11 @@ def produce(
         row = nth_tile(i % num, begin, full, rest, end) * BLOCK_M
         at = row + gl.arange(0, BLOCK_M, WARP)
         lse_row = gl.load(
-            lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
+            lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
             mask=at < n, other=float("-inf"),
         )  # fmt: skip
         delta_row = gl.load(
-            delta + b.to(gl.int64) * delta_strides[0] + h * delta_strides[1] + at.to(gl.int64) * delta_strides[2],
+            delta + b.to(gl.int64) * delta_strides[0] + h.to(gl.int64) * delta_strides[1] + at.to(gl.int64) * delta_strides[2],
             mask=at < n, other=0.0,
         )  # fmt: skip
         nothing = lse_row == float("-inf")  # such a row weighs nothing, whatever its delta holds
@@ -253,19 +262,13 @@ def scores(k_mine, q_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def number(numbers, n):
-    """A number that the producer left in shared memory."""
-    return gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def write(
     value, to, strides, b, h, row, row_ok, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr
 ):
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < WIDTH)[None, :]
-    at = to + b.to(gl.int64) * strides[0] + h * strides[2] + row[:, None] * strides[1] + column[None, :]
+    at = to + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
     if ADD:
         value += gl.load(at, mask=ok, other=0.0)
     gl.store(at, value.to(to.dtype.element_ty), mask=ok)
@@ -295,8 +298,8 @@ def block_backward(
     seed: Tensor | None = None,
     accumulate: bool | str = True,
 ) -> None:
-    dout, q = (aligned(without_padding(x, mask, q_at)) for x in (dout, q))
-    k, v = aligned(without_padding(k, mask, k_at)), aligned(v)
+    dout, q = (fetchable(without_padding(x, mask, q_at)) for x in (dout, q))
+    k, v = fetchable(without_padding(k, mask, k_at)), fetchable(v)
     options = option_arguments(head_start, scale, softcap, dropout, seed)
     dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)  # the TMA adds, and in fp32
     add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate or "dq", launches)

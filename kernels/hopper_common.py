@@ -11,9 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .mask import Mask
 from .segments import Segment, positions
-from .triton_common import split_tile
+from .triton_common import aligned, split_tile
 
-CACHE = 16 * 2**20  # bytes of the L2 cache that the heads in work may fill; measured, of 8, 16, 32, 40 MiB and all of it
+CACHE = (
+    16 * 2**20
+)  # bytes of the L2 cache that the heads in work may fill; 8 and 32 MiB were no faster, everything at once was slower
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
 
@@ -51,6 +53,12 @@ def nth_tile(j, begin, full, rest, end):
     return gl.where(j < num_split, split_tile(j, begin, full, rest), full + j - num_split)
 
 
+@gluon.jit
+def number(numbers, n):
+    """A number that the producer left in shared memory for a warpgroup."""
+    return gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
 def shared_layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
 
@@ -62,6 +70,12 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
     strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
     block = [1, 1, block_rows, block_columns]
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], block, shared_layout(x.dtype))
+
+
+def fetchable(x: Tensor) -> Tensor:
+    """The tensor, or a copy that the TMA can read: rows of 16 bytes and more, nothing expanded."""
+    x = aligned(x)
+    return x.contiguous() if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)) else x
 
 
 def without_padding(x: Tensor, mask: Mask, at: list[Segment]) -> Tensor:

@@ -1,10 +1,12 @@
 """The forward for Hopper (sm_90), in Gluon: one warp fetches tiles through the TMA while two or three warpgroups compute.
 
-Promises what the portable forward does, except fp32 and dropout. Each consumer warpgroup owns 64 queries. While the tensor
-cores multiply this tile's weights with v, and the next tile's q with k, its other units work on a softmax: the product of
-scores runs one tile ahead. The grid is as large as the chip and every program walks its share of the query tiles, so the
-next tile's q, k and v arrive while the last one is being written. Programs take tiles heaviest first and turn round after
-each round (0 … 131, 131 … 0, …): under a causal mask no program then ends much later than another.
+Promises what the portable forward does, except fp32, dropout and scales below 0. Each consumer warpgroup owns 64 queries.
+While the tensor cores multiply the last tile's weights with v and this tile's keys with q, its other units work on a softmax.
+What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
+
+The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that nobody
+has (`taken` counts), so programs end together whatever the mask; the next tile's first product runs while the last tile is
+written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
 from typing import Any
@@ -26,9 +28,11 @@ from .hopper_common import (
     WARPGROUP_ROWS,
     barriers,
     descriptor,
+    fetchable,
     heads_together,
     nth_tile,
     num_programs,
+    number,
     wait_free,
     wait_full,
     without_padding,
@@ -41,7 +45,6 @@ from .triton_common import (
     LN2,
     LOG2E,
     Launch,
-    aligned,
     at_argument,
     exponents,
     keys_of,
@@ -110,21 +113,12 @@ def publish(queue, i, tile):
 def receive(queue, i):
     next_tile, next_full, next_free = queue
     place = wait_full(next_full, i, 2)
-    more, b, h, row = (
-        number(next_tile, place, 0),
-        number(next_tile, place, 1),
-        number(next_tile, place, 2),
-        number(next_tile, place, 3),
-    )
-    begin, full, rest = number(next_tile, place, 4), number(next_tile, place, 5), number(next_tile, place, 6)
-    end = number(next_tile, place, 7)
+    first = place * 8
+    more, b, h = number(next_tile, first), number(next_tile, first + 1), number(next_tile, first + 2)
+    row, begin = number(next_tile, first + 3), number(next_tile, first + 4)
+    full, rest, end = number(next_tile, first + 5), number(next_tile, first + 6), number(next_tile, first + 7)
     mbarrier.arrive(next_free.index(place), count=1)
     return more, b, h, row, begin, full, rest, end
-
-
-@gluon.jit
-def number(next_tile, place, n):
-    return gl.max(next_tile.index(place * 8 + n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -279,6 +273,7 @@ def finish(
 ):  # fmt: skip
     """The carry joins, the softmax divides, out and lse are written."""
     out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, _scale, _softcap = memory
+    b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_ok = row < num_rows
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
@@ -286,7 +281,7 @@ def finish(
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
     o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
     if carry_lse is not None:  # joins last, in fp32: see triton_forward.py
-        at = carry_lse + b.to(gl.int64) * carry_lse_strides[0] + h * carry_lse_strides[1]
+        at = carry_lse + b_wide * carry_lse_strides[0] + h_wide * carry_lse_strides[1]
         before = gl.load(at + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
         base = before * LOG2E
         top = gl.maximum(m, base)
@@ -296,7 +291,7 @@ def finish(
         total = total * shrink + weight
         acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
         if carry_out is not None:
-            at = carry_out + b.to(gl.int64) * carry_out_strides[0] + h * carry_out_strides[2]
+            at = carry_out + b_wide * carry_out_strides[0] + h_wide * carry_out_strides[2]
             carried = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=o_ok, other=0.0)
             acc += gl.convert_layout(weight, O_ROWS)[:, None] * carried
         m = top
@@ -305,7 +300,7 @@ def finish(
     acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
     stats = gl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + gl.log(divisor))
     stats = gl.where(empty, float("-inf"), stats)
-    at = lse + b.to(gl.int64) * lse_strides[0] + h * lse_strides[1]
+    at = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
     gl.store(at + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok)
     if STAGED:
         tma.store_wait(0)
@@ -313,7 +308,7 @@ def finish(
         fence_async_shared()
         tma_store(out, [b, h, first_row, 0], o_tile)
     else:
-        at = out + b.to(gl.int64) * out_strides[0] + h * out_strides[2]
+        at = out + b_wide * out_strides[0] + h_wide * out_strides[2]
         gl.store(at + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
 
 
@@ -364,7 +359,7 @@ def block_forward(
     out, lse = into or new_outputs(q, v, last)
     if out.numel() == 0 and lse.numel() == 0:
         return out, lse
-    q, k, v = aligned(q), aligned(k), aligned(without_padding(v, mask, k_at))
+    q, k, v = fetchable(q), fetchable(k), fetchable(without_padding(v, mask, k_at))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
     for call in forward_launches(q, k, v, mask, q_at, k_at, carry, out, lse, options, launch):
         call()

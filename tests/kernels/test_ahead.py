@@ -33,9 +33,9 @@ MAY_SPILL = {
     "hopper/d64-causal/attention_backward": 80,
     "hopper/d128-causal/attention_forward": 16,
     "hopper/d128-causal/attention_backward": 8,
-    "hopper/d256-causal/attention_forward": 24,
-    "hopper/d192-128/attention_forward": 8,
-    "hopper/d128-ring/attention_forward": 32,
+    "hopper/d256-causal/attention_forward": 32,
+    "hopper/d192-128/attention_forward": 16,
+    "hopper/d128-ring/attention_forward": 40,
     "hopper/d128-ring/attention_backward": 8,
     "hopper/d128-softcap/attention_backward": 184,
 }

@@ -202,6 +202,12 @@ def test_auto_goes_by_the_device(device: str) -> None:
     q, _, v = qkv(device)
     assert choose_backend("auto", q, v) == ("triton" if device == "cuda" else "chunked")
     assert choose_backend("auto", q.double(), v.double()) == "chunked"
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    low = q.bfloat16(), v.bfloat16()
+    assert choose_backend("auto", *low) == ("hopper" if hopper else "triton" if device == "cuda" else "chunked")
+    assert choose_backend("auto", *low, dropout=0.1) == ("triton" if device == "cuda" else "chunked")
+    with pytest.raises(ValueError, match="needs an sm_90 GPU" if not hopper else "dropout"):
+        choose_backend("hopper", *low, dropout=0.1)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
