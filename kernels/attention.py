@@ -41,8 +41,8 @@ def attention(
     in fp32 (fp64 for fp64), differentiable. Query heads share key heads in groups of Hq / Hkv. If S != Sk, the last query
     stands at the last key. `sinks` (Hq,) are scores of a key whose value is 0. Dropout is Philox of the coordinates, so a
     seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
-    its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which all backends but hopper always give; there
-    it costs speed, because triton's backward stands in.
+    its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which all backends but hopper always give;
+    there triton's backward stands in, which is slower.
     """
     q, k, v = cast_for_autocast(q, k, v)
     check_qkv(q, k, v)

@@ -4,9 +4,9 @@ Promises what the portable forward does, except fp32, dropout and scales below 0
 While the tensor cores multiply the last tile's weights with v and this tile's keys with q, its other units work on a softmax.
 What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
 
-The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that nobody
-has (`taken` counts), so programs end together whatever the mask; the next tile's first product runs while the last tile is
-written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
+The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that
+nobody has (`taken` counts), so programs end together whatever the mask; the next tile's first product runs while the last
+tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
 from typing import Any
