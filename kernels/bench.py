@@ -286,18 +286,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{path.parent} is no folder: make it first, or give a path with --json")
     warnings.filterwarnings("ignore")  # rivals explain at length why they do not run; the table says it in a line
     shapes = [SHAPES[name] for name in dict.fromkeys(args.shapes or DEFAULT_SHAPES[args.device])]
-    rows = [measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep) for shape in shapes]
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
-    print(*(report(shape, its) for shape, its in zip(shapes, rows, strict=True)), sep="\n")
+    only = ["--only", args.only] if args.only else []
+    chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
+    command = f"python -m kernels.bench {chosen} --rounds {args.rounds} --rep {args.rep:g}"
+    rows: list[Row] = []
+    for index, shape in enumerate(shapes):
+        its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep)
+        print(report(shape, its), flush=True)
+        rows += its
+        if path is not None:  # after each shape: who is cut short keeps what was measured
+            done = [asdict(shape) for shape in shapes[: index + 1]]
+            result = {"kind": "attention", **about, "dtype": dtype, "command": command, "shapes": done, "rows": rows}
+            path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if path is not None:
-        only = ["--only", args.only] if args.only else []
-        chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
-        command = f"python -m kernels.bench {chosen} --rounds {args.rounds} --rep {args.rep:g}"
-        result = {"kind": "attention", **about, "dtype": dtype, "command": command}
-        result |= {"shapes": [asdict(shape) for shape in shapes], "rows": [row for its in rows for row in its]}
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"\nwritten: {path}")
-    return int(any(row["ours"] and row["status"] == "wrong" for its in rows for row in its))
+    return int(any(row["ours"] and row["status"] == "wrong" for row in rows))
 
 
 if __name__ == "__main__":
