@@ -97,7 +97,8 @@ class Engine:
     def backward(self, loss_sum: Tensor, num_labels: float) -> None:
         self.backwards += 1
         self.ds.set_gradient_accumulation_boundary(self.backwards == self.accumulation)
-        self.ds.backward(loss_sum * (self.world / max(num_labels, 1)), scale_wrt_gas=False)
+        with self._uncompiled():
+            self.ds.backward(loss_sum * (self.world / max(num_labels, 1)), scale_wrt_gas=False)
 
     def step(self, fraction: float) -> tuple[float, bool]:
         """The gradient's norm before clipping, and whether the weights moved: the same on every rank."""
@@ -110,10 +111,16 @@ class Engine:
             if not math.isfinite(norm):
                 self.ds.zero_grad()
                 return norm, False
-        self.ds.step()
+        with self._uncompiled():
+            self.ds.step()
         applied = self.ds.was_step_applied()
         self.applied += applied
         return norm if self.zero == 0 else float(self.ds.get_global_grad_norm()), applied
+
+    def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """Its Muon compiles itself, which on a CPU takes a C++ compiler and longer than it saves."""
+        plain = self.kind == "muon" and self.device.type == "cpu"
+        return torch.compiler.set_stance("force_eager") if plain else contextlib.nullcontext()
 
     @property
     def names(self) -> list[str]:
