@@ -48,11 +48,11 @@ def attention(
     check_qkv(q, k, v)
     mask = Mask() if mask is None else mask
     check_mask(q, k, mask)
-    if dropout and seed is None:
-        seed = torch.randint(2**63 - 1, (), device=q.device)
-    check_options(q, scale, softcap, dropout, seed)
+    check_options(q, scale, softcap, dropout, seed, deterministic, may_draw=True)
     if sinks is not None:
         check_sinks(q, sinks)
+    if dropout and seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -131,7 +131,7 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     mask = Mask.from_bounds(Bounds(left, right, padded, starts, ends, prefix))
-    delta = output_delta(dout, out, dlse, backend=backend)
+    delta = output_delta(dout, out, dlse, backend=backend, mask=mask)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     options: dict[str, Any] = dict(
         scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend

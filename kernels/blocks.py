@@ -24,7 +24,7 @@ from .checks import check_block, check_columns, check_like, check_mask, check_op
 from .compat import chip, triton_runs_on
 from .mask import Mask
 from .reference import Carry, accumulation_dtype
-from .segments import Segment, check_segments, whole
+from .segments import Segment, check_segments, positions, whole
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
 MODULES = {
@@ -130,14 +130,25 @@ def block_forward(
     check_qkv(q, k, v)
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
     check_block(q, v, mask, carry, last, into)
-    options = block_options(q, scale, softcap, dropout, seed)
+    options = block_options(q, scale, softcap, dropout, seed, deterministic)
     run = _module(choose_backend(backend, q, v, scale=options["scale"], dropout=dropout), backward=False)
     with _own_precision(q):
         return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
 
 
-def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out."""
+def output_delta(
+    dout: Tensor,
+    out: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    mask: Mask | None = None,
+    q_at: list[Segment] | None = None,
+) -> Tensor:
+    """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out.
+
+    Given a mask, rows of padding count 0 in the sum: their dout may be memory that nobody wrote.
+    """
     if dout.ndim != 4 or dout.shape != out.shape:
         raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree and be (B, S, Hq, Dv)")
     if choose_backend(backend, out, out) in ("triton", "hopper"):
@@ -146,6 +157,9 @@ def output_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None, *, backe
         acc = accumulation_dtype(out.dtype)
         with _own_precision(out):
             delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
+    if mask is not None and mask.has_padding:
+        lo, hi = mask.interval(positions(whole(out.shape[1]) if q_at is None else q_at, out.device))
+        delta[:, :, : lo.shape[-1]].masked_fill_((lo > hi).reshape(-1, 1, lo.shape[-1]), 0)
     if dlse is not None:
         check_like("dlse", dlse, delta.shape, delta.dtype, delta.device)
     return delta if dlse is None else delta.sub_(dlse)
@@ -183,7 +197,7 @@ def block_backward(
     check_qkv(q, k, v)
     mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
     check_block(q, v, mask, None, True, None)
-    options = block_options(q, scale, softcap, dropout, seed)
+    options = block_options(q, scale, softcap, dropout, seed, deterministic)
     acc, stats = accumulation_dtype(q.dtype), (q.shape[0], q.shape[2], q.shape[1])
     check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     check_like("lse", lse, stats, acc, q.device)
@@ -231,9 +245,11 @@ def _own_precision(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if x.device.type != "meta" else nullcontext()
 
 
-def block_options(q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None) -> dict[str, Any]:
+def block_options(
+    q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None, deterministic: bool
+) -> dict[str, Any]:
     """The options as backends take them: checked, a scale, and a seed that lives where q does."""
-    check_options(q, scale, softcap, dropout, seed)
+    check_options(q, scale, softcap, dropout, seed, deterministic)
     if dropout and isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -59,7 +59,19 @@ def check_mask_batch(q: Tensor, mask: Mask) -> None:
             raise ValueError(f"{name} are given for a batch of {size}, q has {q.shape[0]}: give one row, or one for each")
 
 
-def check_options(q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None) -> None:
+def check_options(
+    q: Tensor,
+    scale: float | None,
+    softcap: float,
+    dropout: float,
+    seed: int | Tensor | None,
+    deterministic: bool = False,
+    *,
+    may_draw: bool = False,
+) -> None:
+    """may_draw: without a seed one is drawn."""
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic={deterministic!r} must be True or False")
     numbers = {"scale": 1.0 if scale is None else scale, "softcap": softcap, "dropout": dropout}
     for name, value in numbers.items():
         if isinstance(value, bool | str | Tensor) or value is None:
@@ -70,7 +82,7 @@ def check_options(q: Tensor, scale: float | None, softcap: float, dropout: float
         raise ValueError(f"softcap={softcap} must be >= 0, where 0 turns it off")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be in [0, 1)")
-    if dropout and seed is None:
+    if dropout and seed is None and not may_draw:
         raise ValueError("dropout in a block needs a seed, the same for every block: seed=torch.randint(2**62, ())")
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.shape not in ((), (q.shape[0],)):
@@ -114,6 +126,10 @@ def check_columns(name: str, written: Tensor) -> None:
     even = all(stride % 8 == 0 for stride, n in zip(written.stride()[:-1], written.shape[:-1], strict=True) if n > 1)
     if written.numel() and not (written.stride(-1) == 1 and even):
         raise ValueError(f"{name} has strides {written.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
+    if written.is_cuda and written.data_ptr() % 16:
+        raise ValueError(
+            f"{name} begins at an address that 16 does not divide: slice it at a multiple of 8 elements, or copy it"
+        )
 
 
 def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -124,9 +124,8 @@ def produce(
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
     tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile)
     num = end - begin
-    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_split = full - begin + end - rest
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(GROUP * num):
         h = kv_head * GROUP + i // num
         row = nth_tile(i % num, begin, full, rest, end) * BLOCK_M
@@ -146,9 +145,9 @@ def produce(
         tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
         stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E))
         stats.index(2 * place + 1).store(gl.where(nothing, 0.0, delta_row))
-        where.index(4 * place).store(gl.full([1], h, gl.int32, ONE))
-        where.index(4 * place + 1).store(gl.full([1], row, gl.int32, ONE))
-        where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, ONE))
+        where.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
+        where.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
+        where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
         mbarrier.arrive(full_at.index(place), count=1)
 
 
@@ -236,7 +235,9 @@ def consume(
             dq = warpgroup_mma(ds_all.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
         before = place
-        if AHEAD:  # the next tile's scores run while dq is handed on (nobody's scores, behind the last one)
+        if (
+            AHEAD
+        ):  # the next tile's scores run while dq is handed on (behind the last one they are of whatever is there, and dropped)
             place = (i + 1) % STAGES
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
@@ -299,7 +300,7 @@ def block_backward(
     accumulate: bool | str = True,
 ) -> None:
     dout, q = (fetchable(without_padding(x, mask, q_at)) for x in (dout, q))
-    k, v = fetchable(without_padding(k, mask, k_at)), fetchable(v)
+    k, v = (fetchable(without_padding(x, mask, k_at)) for x in (k, v))
     options = option_arguments(head_start, scale, softcap, dropout, seed)
     dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)  # the TMA adds, and in fp32
     add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate or "dq", launches)
@@ -346,7 +347,7 @@ def launches(
         num_tiles=num_tiles,
         num_sequences=batch * kv_heads,
         num_heads=kv_heads,
-        together=heads_together(q_rows * (heads // kv_heads) * (2 * q.element_size() + 4) * width, 1),
+        together=min(batch * kv_heads, heads_together(q_rows * (heads // kv_heads) * (2 * q.element_size() + 4) * width, 1)),
         scale=options["scale"],
         softcap=options["softcap"],
         D=width,

@@ -235,7 +235,7 @@ def consume(
             acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
         mbarrier.arrive(q_free.index(q_place), count=1)
-        # The last product with v, and already the next query tile's first scores (nobody's, behind the last one).
+        # The last product with v, and already the next query tile's first scores (behind the last one of whatever is there, and dropped).
         i += 1
         this_b, this_h, this_first, this_row = b, h, first_row + ME * 64, row
         more, b, h, first_row, begin, full, rest, end = receive(queue, i)
@@ -399,7 +399,9 @@ def launch(
         num_sequences=batch * heads,
         num_heads=heads,
         group=heads // k.shape[2],
-        together=heads_together(num_rows(k_at) * (width + v.shape[-1]) * k.element_size(), heads // k.shape[2]),
+        together=min(
+            batch * heads, heads_together(num_rows(k_at) * (width + v.shape[-1]) * k.element_size(), heads // k.shape[2])
+        ),
         scale=options["scale"],
         softcap=options["softcap"],
         DV=v.shape[-1],

@@ -70,8 +70,8 @@ class Mask:
         prefix: int | Tensor | None = None,
     ) -> "Mask":
         """Documents packed one after another, given by their lengths: `Mask.from_lengths([512, 3584], causal=True)`."""
-        counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if not all(isinstance(n, int) and n >= 0 for n in counts):
+        counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if not isinstance(counts, list | tuple) or not all(type(n) is int and n >= 0 for n in counts):
             raise ValueError(f"lengths must be a flat list of integers >= 0, not {lengths}: give ids for a batch")
         ids = [torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(counts)]
         return cls(causal, window, torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32), prefix)
@@ -170,7 +170,10 @@ def _window(window: int | tuple[int, int] | None, causal: bool) -> tuple[int, in
 
 
 def _documents(documents: Tensor | Sequence[int]) -> Tensor:
-    ids = documents if isinstance(documents, Tensor) else torch.as_tensor(documents)
+    try:
+        ids = documents if isinstance(documents, Tensor) else torch.as_tensor(documents)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"documents must be integer ids of shape (S,) or (B, S): {error}") from None
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"documents must hold integer ids, not {ids.dtype}: use documents.long()")
     if ids.ndim not in (1, 2):
@@ -182,6 +185,8 @@ def _prefix(prefix: int | Tensor) -> Tensor:
     if isinstance(prefix, Tensor):
         if prefix.is_floating_point() or prefix.is_complex() or prefix.dtype == torch.bool or prefix.ndim > 1:
             raise ValueError(f"prefix must be an int or integers of shape (B,), not {prefix.dtype} {tuple(prefix.shape)}")
+        if prefix.device.type == "cpu" and not torch.compiler.is_compiling() and bool((prefix < 0).any()):
+            raise ValueError(f"prefix={prefix.tolist()} must be >= 0: 0 is no prefix")
         return prefix.reshape(-1).clamp(max=POSITION_LIMIT).to(torch.int32, copy=True)
     if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
         raise ValueError(f"prefix={prefix!r} must be an int >= 0 or a tensor of shape (B,)")

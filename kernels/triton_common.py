@@ -69,8 +69,9 @@ def document(p, mask, b):
     """First and last position of the document at p; behind the end, an empty interval that keeps ascending."""
     length = mask[4]
     inside = (p >= 0) & (p < length)
-    first = tl.load(mask[2] + b * mask[6] + p, mask=inside, other=0)
-    last = tl.load(mask[3] + b * mask[6] + p, mask=inside, other=-1)
+    row = b.to(tl.int64) * mask[6]
+    first = tl.load(mask[2] + row + p, mask=inside, other=0)
+    last = tl.load(mask[3] + row + p, mask=inside, other=-1)
     return tl.where(p >= length, length, first), tl.where(p >= length, length - 1, last)
 
 

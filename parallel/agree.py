@@ -17,7 +17,7 @@ from . import progress
 from .groups import by_name, timeout_of
 
 FIRST = 3
-_calls: Counter[tuple[str, int]] = Counter()
+_calls: Counter[tuple[str, int, int]] = Counter()  # by name and identity: a new group may have the name of one destroyed
 Description = dict[str, Any]
 
 
@@ -44,9 +44,10 @@ def refuse(name: str, device: torch.device, error: ValueError, first: int = FIRS
 
 
 def _due(name: str, first: int) -> bool:
-    _calls[name, first] += 1  # each kind of call has its own count
+    key = name, id(by_name(name)), first  # each kind of call has its own count
+    _calls[key] += 1
     step = progress.training_step()
-    early = _calls[name, first] <= first or (step is not None and step < FIRST)
+    early = _calls[key] <= first or (step is not None and step < FIRST)
     return early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 

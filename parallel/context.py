@@ -20,6 +20,7 @@ from .agree import refuse
 from .layout import Layout
 from .mesh import Mesh
 from .op import ring_attention
+from .transport import TRANSPORTS
 from .ulysses import EXCHANGES, check_heads, repeat_heads, to_heads, to_tokens
 
 
@@ -42,6 +43,11 @@ def context_attention(
     transport: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`kernels.attention` of a sequence that mesh.context_size ranks share; see `ring_attention` for what that asks for."""
+    for name, value, kind in (("layout", layout, Layout), ("mesh", mesh, Mesh)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be a parallel.{kind.__name__}, not {type(value).__name__}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
     size, ulysses = (1, 1) if mesh is None else (mesh.context_size, mesh.ulysses)
     if layout is not None and (layout.ranks, layout.ulysses) != (size, ulysses):
         raise ValueError(f"{layout} does not fit ring · ulysses = {size}: make it with mesh.layout(kind, length)")

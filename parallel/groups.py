@@ -22,7 +22,8 @@ class Pair(NamedTuple):
     one_host: bool
 
 
-_siblings: dict[str, ProcessGroup] = {}
+# By name, and with the group: after all groups were destroyed, new ones have old names.
+_siblings: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
 _pairs: dict[str, Pair] = {}
 
 
@@ -32,18 +33,21 @@ def by_name(name: str) -> ProcessGroup:
 
 def register_sibling(group: ProcessGroup, sibling: ProcessGroup) -> None:
     """Mesh makes both with all ranks present, which every backend can do."""
-    _siblings[group.group_name] = sibling
+    _siblings[group.group_name] = group, sibling
 
 
 def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
     """Both groups, ready for messages between any two ranks. The first call is a collective of the group."""
     name = group.group_name
     if name not in _pairs or _pairs[name].group is not group:
-        sibling = _siblings.get(name) or _new_sibling(group, device)
+        owner, sibling = _siblings.get(name, (None, None))
+        if owner is not group or sibling is None:
+            sibling = _new_sibling(group, device)
         hosts: list[str | None] = [None] * group.size()
         dist.all_gather_object(hosts, _host(), group=group)
         # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
-        dist.all_reduce(torch.zeros(1, device=device), group=sibling)
+        for each in (group, sibling):
+            dist.all_reduce(torch.zeros(1, device=device), group=each)
         _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1)
     return _pairs[name]
 

@@ -65,6 +65,8 @@ def ring_attention(
     mask = Mask() if mask is None else mask
     try:
         q, k, v = cast_for_autocast(q, k, v)
+        if type(head_start) is not int or head_start < 0:
+            raise ValueError(f"head_start={head_start!r} must be an int >= 0: the number of q's first head in the whole model")
         _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot

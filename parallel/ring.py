@@ -71,7 +71,8 @@ def ring_backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's shard, and delta."""
-    delta = output_delta(dout, out, dlse, backend=options["backend"])
+    own = mover.plan.steps[0]
+    delta = output_delta(dout, out, dlse, backend=options["backend"], mask=mask, q_at=own.q_at)
     group = q.shape[2] // k.shape[2]
 
     def block(
@@ -103,7 +104,7 @@ def ring_backward(
         block(mover.plan.steps[0], k, v, dk, dv, all_heads, slice(0, k.shape[1]), add=False)
         return dq, dk, dv, delta
 
-    acc, width, own = accumulation_dtype(q.dtype), k.shape[3], mover.plan.steps[0]
+    acc, width = accumulation_dtype(q.dtype), k.shape[3]
     dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     mine = new_packed(k.shape[1], k, v, acc)
     home = Homeward(mover, mine)
