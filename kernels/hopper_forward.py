@@ -32,9 +32,11 @@ from .hopper_common import (
     heads_together,
     nth_tile,
     num_programs,
-    number,
+    publish,
+    receive,
     wait_free,
     wait_full,
+    whereabouts,
     without_padding,
 )
 from .hopper_tiles import tiles_for
@@ -52,7 +54,6 @@ from .triton_common import (
     option_arguments,
     position,
     row_count,
-    tile_range,
 )
 from .triton_forward import forward_launches
 
@@ -97,48 +98,6 @@ def attention_forward(
             (consume, (tiles, queue, work, memory, 2, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
-
-
-@gluon.jit
-def publish(queue, i, tile):
-    """Tells the consumers about the i-th query tile of this program: (any left?, batch, head, first row, key tiles)."""
-    next_tile, next_full, next_free = queue
-    place = wait_free(next_free, i, 2)
-    for n in gl.static_range(8):
-        next_tile.index(place * 8 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(next_full.index(place), count=1)
-
-
-@gluon.jit
-def receive(queue, i):
-    next_tile, next_full, next_free = queue
-    place = wait_full(next_full, i, 2)
-    first = place * 8
-    more, b, h = number(next_tile, first), number(next_tile, first + 1), number(next_tile, first + 2)
-    row, begin = number(next_tile, first + 3), number(next_tile, first + 4)
-    full, rest, end = number(next_tile, first + 5), number(next_tile, first + 6), number(next_tile, first + 7)
-    mbarrier.arrive(next_free.index(place), count=1)
-    return more, b, h, row, begin, full, rest, end
-
-
-@gluon.jit
-def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
-    # `together` heads at a time, as many as have their keys in the L2 cache; of these, the last queries, which see most
-    # under a causal mask, first, and heads fastest, so that a group's read the same keys at the same time
-    first_sequence = index // (num_tiles * together) * together
-    index -= first_sequence * num_tiles
-    num_together = gl.minimum(together, num_sequences - first_sequence)
-    sequence = first_sequence + index % num_together
-    tile = num_tiles - 1 - index // num_together
-    b, h = sequence // num_heads, sequence % num_heads
-    n = row_count(q_at)
-    HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None
-    first_lo, first_hi = keys_of(position(gl.minimum(tile * ROWS, n - 1), q_at), mask, b)
-    last_lo, last_hi = keys_of(position(gl.minimum(tile * ROWS + ROWS, n) - 1, q_at), mask, b)
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
-    return b, h, tile * ROWS, begin, full, rest, end
 
 
 @gluon.jit
@@ -235,7 +194,8 @@ def consume(
             acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
         mbarrier.arrive(q_free.index(q_place), count=1)
-        # The last product with v, and already the next query tile's first scores (behind the last one of whatever is there, and dropped).
+        # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
+        # whatever is there, and nobody reads them.
         i += 1
         this_b, this_h, this_first, this_row = b, h, first_row + ME * 64, row
         more, b, h, first_row, begin, full, rest, end = receive(queue, i)

@@ -17,7 +17,7 @@ from . import progress
 from .groups import by_name, timeout_of
 
 FIRST = 3
-_calls: Counter[tuple[str, int, int]] = Counter()  # by name and identity: a new group may have the name of one destroyed
+_calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new one may have an old one's name
 Description = dict[str, Any]
 
 
@@ -44,10 +44,13 @@ def refuse(name: str, device: torch.device, error: ValueError, first: int = FIRS
 
 
 def _due(name: str, first: int) -> bool:
-    key = name, id(by_name(name)), first  # each kind of call has its own count
-    _calls[key] += 1
+    group = by_name(name)
+    if name not in _calls or _calls[name][0] is not group:
+        _calls[name] = group, Counter()
+    count = _calls[name][1]
+    count[first] += 1  # each kind of call has its own count
     step = progress.training_step()
-    early = _calls[key] <= first or (step is not None and step < FIRST)
+    early = count[first] <= first or (step is not None and step < FIRST)
     return early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 

@@ -30,7 +30,8 @@ from .plan import Piece, Plan
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-_pools: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # (group, use) → this rank's symmetric memory, and its handle
+# (group, use) → this rank's symmetric memory, its handle, and the group: a new one may have an old one's name
+_pools: dict[tuple[str, str], tuple[Tensor, Any, Any]] = {}
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -72,10 +73,11 @@ class Pull(Mover):
         shape = (rows, *like.shape[1:])
         nbytes = math.prod(shape) * like.element_size()
         key = self.pair.group.group_name, use
-        if key not in _pools or _pools[key][0].numel() < nbytes:
+        group = self.pair.group
+        if key not in _pools or _pools[key][2] is not group or _pools[key][0].numel() < nbytes:
             settle(self.device)  # the old one may still be read here; the rendezvous waits until it is nowhere
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-            _pools[key] = memory, symmetric_memory.rendezvous(memory, self.pair.group)
+            _pools[key] = memory, symmetric_memory.rendezvous(memory, group), group
         return _pools[key][0][:nbytes].view(like.dtype).view(shape)
 
     def _theirs(self, use: str, rank: int, first: int, rows: int, like: Tensor) -> Tensor:
@@ -108,4 +110,4 @@ def settle(device: torch.device) -> None:
 
 def pooled_bytes() -> int:
     """Symmetric memory of this process, which torch's allocator does not count."""
-    return sum(memory.nbytes for memory, _ in _pools.values())
+    return sum(memory.nbytes for memory, *_ in _pools.values())

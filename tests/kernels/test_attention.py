@@ -14,6 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from kernels import Mask, attention
 from kernels.blocks import choose_backend
 
+from ..conftest import ON_HOPPER
+
 
 def qkv(
     device: str = "cpu", rows: int = 24, heads: int = 4, dtype: torch.dtype = torch.float32, grad: bool = True
@@ -237,6 +239,52 @@ def test_nan_in_the_gradient_of_an_empty_row(backend: str, device: str) -> None:
     dlse = torch.where(torch.isinf(lse), float("nan"), 1.0)
     grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse))
     assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "triton", pytest.param("hopper", marks=ON_HOPPER)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_nobody_reads_what_padding_holds(with_sinks: bool, backend: str, device: str) -> None:
+    """Ids of -1 over memory that holds NaN, in all inputs and in dout: finite results, and padding's own gradients are 0."""
+    ids = torch.tensor([-1] * 3 + [0] * 6 + [-1] * 2 + [1] * 8 + [-1] * 5)
+    dtype = torch.bfloat16 if backend == "hopper" else torch.float32
+    leaves = [x.detach().to(dtype) for x in qkv(device)]
+    for x in leaves:
+        x[:, ids < 0] = float("nan")
+    leaves = [x.requires_grad_() for x in leaves]
+    sinks = torch.zeros(leaves[0].shape[2], device=device, requires_grad=True)
+    given = leaves + [sinks] * with_sinks
+    out = attention(*leaves, Mask(causal=True, documents=ids), sinks=sinks if with_sinks else None, backend=backend)
+    dout = torch.randn_like(out)
+    dout[:, ids < 0] = float("nan")
+    grads = torch.autograd.grad(out, given, dout)
+    assert all(torch.isfinite(x).all() for x in (out, *grads))
+    assert all((g[:, ids < 0] == 0).all() for g in grads[:3]) and (out[:, ids < 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(deterministic="no"), "deterministic='no' must be True or False"),
+        (dict(dropout=torch.tensor([0.1, 0.2])), "dropout="),
+    ],
+)
+def test_options_of_a_wrong_kind(wrong: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        attention(*qkv(), **wrong)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mask.from_lengths(5),  # type: ignore[arg-type]
+        lambda: Mask.from_lengths([True]),
+        lambda: Mask(documents=["a"]),  # type: ignore[list-item]
+        lambda: Mask(causal=True, prefix=torch.tensor([-3])),
+    ],
+)
+def test_masks_of_a_wrong_kind(make) -> None:
+    with pytest.raises(ValueError, match=r"lengths|documents|prefix"):
+        make()
 
 
 def test_a_mask_made_inside_a_compiled_function() -> None:
