@@ -34,6 +34,7 @@ format: $(VENV)/.dev
 
 tables: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
+	$(BIN)/python -m kernels.bench --roofline --from docs/results/attention-h200.json --plot
 
 clean:  ## keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -35,6 +35,7 @@ from torch import Tensor
 from . import roofline
 from .attention import BACKENDS, attention
 from .peers import DEFAULT_SHAPES, PEERS, SHAPES, Kernel, Run, Shape, errors, mask_of, part, probes, truth
+from .plots import draw_roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = 0.02  # relative RMS error: four times what the tests allow our own kernels in bf16
@@ -272,31 +273,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def show_roofline(results: list[Row], plot: str | None) -> None:
+def show_roofline(results: list[Row], plot: str | None, note: str) -> None:
     """The tables, and the picture if there is to be one."""
     for result in results:
-        print(roofline.report(result))
+        print(f"\n{roofline.report(result)}")
         if plot is not None:
-            from .plots import draw_roofline  # here, because it needs matplotlib to no other end
-
             path = Path(plot) if plot else ROOT / "docs" / f"roofline-{slug(result['device'])}.png"
             draw_roofline(result, path)
             print(f"\ndrawn: {path}")
+    print(f"\n{note}")
 
 
 def saved_roofline(args: argparse.Namespace) -> None:
-    paths = args.saved or sorted((ROOT / "docs/results").glob("attention-*.json"))
-    results = roofline.load(paths, args.shapes)
-    if not args.saved:  # those that it can say something about
+    """Of the results that are named, or of all that are about a chip with known peaks."""
+    results = roofline.load(args.saved or sorted((ROOT / "docs/results").glob("attention-*.json")), args.shapes)
+    if not args.saved:
         results = [result for result in results if result["device"] in roofline.CHIPS]
-    if results := [result for result in results if result["shapes"]]:
-        show_roofline(results, args.plot)
-        if not any("dram_bytes" in key for result in results for row in result["rows"] for key in row):
-            print("\nncu: these results have no DRAM bytes; measure with --roofline --save on a GPU with Nsight Compute")
-    else:
-        raise ValueError(
-            f"no result with these shapes for {', '.join(roofline.CHIPS)} in docs/results: measure one with --save"
-        )
+    results = [result for result in results if result["shapes"]]
+    if not results:
+        raise ValueError(f"no result has these shapes on {' or '.join(roofline.CHIPS)}: measure them there with --save")
+    counted = any(f"{way}_dram_bytes" in row for result in results for row in result["rows"] for way in roofline.WAYS)
+    there = "of the time of measuring" if counted else "not in these results; measure on a GPU with --roofline and --save"
+    show_roofline(results, args.plot, f"ncu: DRAM bytes are {there}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -306,12 +304,10 @@ def main(argv: list[str] | None = None) -> int:
     if (args.saved or args.plot is not None) and not args.roofline:
         parser.error("--from and --plot belong to --roofline: add it")
     if args.plot and args.saved and len(args.saved) > 1:
-        parser.error(
-            f"--plot {args.plot} is one picture and --from {len(args.saved)} results: give one, or --plot without a name"
-        )
+        parser.error(f"--plot {args.plot} is one picture, --from names {len(args.saved)} results: give one, or --plot alone")
     if args.roofline and (args.saved or not torch.cuda.is_available()):
         if args.only or args.save is not None or args.json:
-            parser.error("--only, --save and --json belong to a measurement: saved results are shown as they are")
+            parser.error("--only, --save and --json belong to a measurement: a saved result is shown as it is")
         try:
             saved_roofline(args)
         except (ValueError, ImportError) as error:
@@ -329,6 +325,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {','.join(unknown)}: the kernels are {', '.join(kernels())}")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     about, path = machine(device), args.json
+    if args.roofline:
+        try:
+            roofline.chip_of(about | {"dtype": dtype})
+        except ValueError as error:
+            parser.error(str(error))
     if path is None and args.save is not None:
         path = ROOT / "docs/results" / f"{(args.save or 'attention-' + slug(about['device'])).removesuffix('.json')}.json"
         with contextlib.suppress(FileNotFoundError):
@@ -340,19 +341,17 @@ def main(argv: list[str] | None = None) -> int:
     rows = [measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep) for shape in shapes]
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     print(*(report(shape, its) for shape, its in zip(shapes, rows, strict=True)), sep="\n")
-    about_ncu = roofline.count([row for its in rows for row in its], dtype) if args.roofline else ""
-    result: Row = {"kind": "attention", **about, "dtype": dtype}
+    note = roofline.count([row for its in rows for row in its], dtype) if args.roofline else ""
+    only = ["--only", args.only] if args.only else []
+    chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
+    chosen += f" --rounds {args.rounds} --rep {args.rep:g}" + " --roofline" * args.roofline
+    result = {"kind": "attention", **about, "dtype": dtype, "command": f"python -m kernels.bench {chosen}"}
     result |= {"shapes": [asdict(shape) for shape in shapes], "rows": [row for its in rows for row in its]}
     if path is not None:
-        only = ["--only", args.only] if args.only else []
-        chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
-        view = " --roofline" if args.roofline else ""
-        result["command"] = f"python -m kernels.bench {chosen} --rounds {args.rounds} --rep {args.rep:g}{view}"
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"\nwritten: {path}")
     if args.roofline:
-        show_roofline([result], args.plot)
-        print(f"\n{about_ncu}")
+        show_roofline([result], args.plot, note)
     return int(any(row["ours"] and row["status"] == "wrong" for its in rows for row in its))
 
 

@@ -10,10 +10,12 @@ import torch
 from .bench import DTYPES, kernels, random_inputs
 from .peers import SHAPES
 
+DEVICE = "cuda"
+
 
 def main(name: str, kernel: str, way: str, dtype: str) -> None:
     shape, run = SHAPES[name], kernels()[kernel].run
-    *inputs, dout = random_inputs(shape, torch.device("cuda"), DTYPES[dtype])
+    *inputs, dout = random_inputs(shape, torch.device(DEVICE), DTYPES[dtype])
     q, k, v = (x.requires_grad_() for x in inputs)
 
     def call(out: torch.Tensor | None) -> torch.Tensor:

@@ -210,6 +210,12 @@ def _portable(table: dict[str, dict[int, tuple[int, ...]]], kernel: str, shape: 
     return next(tile[:2] for limit, tile in table[kernel].items() if shape.head_dim <= limit)  # type: ignore[return-value]
 
 
+def law(shape: Shape, chip: Chip, size: int) -> float:
+    """Bytes a forward loads with the largest tile of queries that FlashAttention's paper allows: M / 4 d elements."""
+    rows = chip.shared / (4 * shape.head_dim * size)
+    return shape.batch * shape.heads * shape.pairs() / rows * 2 * shape.head_dim * size
+
+
 ALGORITHMS: dict[str, Callable[[Shape, str, int], Work]] = {
     "standard": standard,
     "chunked": chunked,
@@ -237,8 +243,6 @@ class Point:
 
 def points(result: dict[str, Any]) -> list[Point]:
     """Everything that a result of `kernels.bench` is about, in the order of its shapes; of standard attention the fastest."""
-    if result["dtype"] not in SIZES:
-        raise ValueError(f"a result in {result['dtype']}: the roofline counts {' and '.join(SIZES)}, measure with --dtype bf16")
     found = []
     for given in result["shapes"]:
         shape = Shape(**given | {"documents": tuple(given["documents"]) if given["documents"] else None})
@@ -257,6 +261,8 @@ def chip_of(result: dict[str, Any]) -> Chip:
         raise ValueError(
             f"no peaks of {result['device']!r}: known are {', '.join(CHIPS)}; add it to CHIPS in kernels/roofline.py"
         )
+    if result["dtype"] not in SIZES:
+        raise ValueError(f"a result in {result['dtype']}: the roofline counts {' and '.join(SIZES)}; measure with --dtype bf16")
     return CHIPS[result["device"]]
 
 

@@ -68,7 +68,7 @@ MAY_SPILL = {
     "hopper/d128-ring/attention_backward": 8,
     "hopper/d128-softcap/attention_backward": 184,
 }
-# What the assemblers of these versions of Triton spill beyond that; measured without a GPU, so what they cost in speed is not known.
+# What these versions' compilers spill instead, as measured. What that costs in speed has not been: no GPU ran them.
 SPILL_MORE = {
     "3.8": {
         "sm_90/d128-fp32/attention_backward_dq": 40,

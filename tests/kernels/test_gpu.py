@@ -27,7 +27,9 @@ def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: 
 
 @ON_HOPPER
 @pytest.mark.parametrize("growth", [1, 13])
-@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout and (case.scale is None or case.scale > 0)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.dropout and (case.scale is None or case.scale > 0)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_memory: None) -> None:
     check_case(case.grown(growth) if growth > 1 else case, "hopper", dtype, "cuda")
