@@ -292,6 +292,8 @@ def saved_roofline(args: argparse.Namespace) -> None:
     results = [result for result in results if result["shapes"]]
     if not results:
         raise ValueError(f"no result has these shapes on {' or '.join(roofline.CHIPS)}: measure them there with --save")
+    if args.plot and len(results) > 1:
+        raise ValueError(f"--plot {args.plot} is one picture, and there are {len(results)} results: name one with --from")
     counted = any(f"{way}_dram_bytes" in row for result in results for row in result["rows"] for way in roofline.WAYS)
     there = "of the time of measuring" if counted else "not in these results; measure on a GPU with --roofline and --save"
     show_roofline(results, args.plot, f"ncu: DRAM bytes are {there}")
@@ -303,11 +305,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.saved or args.plot is not None) and not args.roofline:
         parser.error("--from and --plot belong to --roofline: add it")
-    if args.plot and args.saved and len(args.saved) > 1:
-        parser.error(f"--plot {args.plot} is one picture, --from names {len(args.saved)} results: give one, or --plot alone")
     if args.roofline and (args.saved or not torch.cuda.is_available()):
-        if args.only or args.save is not None or args.json:
-            parser.error("--only, --save and --json belong to a measurement: a saved result is shown as it is")
+        for name in ("only", "device", "dtype", "rounds", "rep", "save", "json"):
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name} belongs to a measurement, and saved results are shown as they are: leave it out")
         try:
             saved_roofline(args)
         except (ValueError, ImportError) as error:

@@ -232,9 +232,10 @@ def test_without_matplotlib_the_remedy_is_named(saved: Path, no_gpu: None, monke
         (["--plot"], "add it"),
         (["--roofline", "--from", "no-such.json"], "--save"),
         (["--roofline", "--shapes", "tiny"], "measure them"),
-        (["--roofline", "--save"], "belong to a measurement"),
-        (["--roofline", "--only", "triton"], "belong to a measurement"),
-        (["--roofline", "--from", "a.json", "b.json", "--plot", "c.png"], "one picture"),
+        (["--roofline", "--save"], "belongs to a measurement"),
+        (["--roofline", "--only", "triton"], "belongs to a measurement"),
+        (["--roofline", "--dtype", "fp32"], "belongs to a measurement"),
+        (["--roofline", "--from", *2 * ["docs/results/attention-h200.json"], "--plot", "c.png"], "one picture"),
     ],
     ids=" ".join,
 )
