@@ -12,13 +12,16 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 
 # a list cut short is no list
 .DELETE_ON_ERROR:
-.PHONY: train test lint format tables clean
+.PHONY: train test compat lint format tables clean
 
 train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see python -m launch --help
 	$(BIN)/python -m launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
 test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
 	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+compat: $(VENV)/.dev  ## the Hopper kernels with each triton that we support; needs a network, some minutes, no GPU
+	$(BIN)/python -m tests.kernels.compat
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -31,6 +34,7 @@ format: $(VENV)/.dev
 
 tables: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
+	$(BIN)/python -m kernels.bench --roofline --from docs/results/attention-h200.json --plot
 
 clean:  ## keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

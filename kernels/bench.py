@@ -2,6 +2,7 @@
 
     python -m kernels.bench                                     # the shapes that matter, on whatever this machine has
     python -m kernels.bench --shapes d64-gqa4-causal-32k --only triton,fa4 --save
+    python -m kernels.bench --roofline                          # what limits each, and how near it comes: see roofline.py
 
 Every kernel gets the same inputs and first has to be right: out, dq, dk and dv of the first and the last KV head, at full
 length, against the definition computed in fp32 (fp64 for fp32 inputs); and finite everywhere. Only then is it timed. Clocks
@@ -24,16 +25,17 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import roofline
 from .attention import BACKENDS, attention
-from .mask import Mask
-from .peers import DEFAULT_SHAPES, PEERS, SHAPES, Kernel, Run, Shape, errors, part, probes, truth
+from .peers import DEFAULT_SHAPES, PEERS, SHAPES, Kernel, Run, Shape, errors, mask_of, part, probes, truth
+from .plots import draw_roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = 0.02  # relative RMS error: four times what the tests allow our own kernels in bf16
@@ -41,13 +43,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
 Inputs = tuple[Tensor, Tensor, Tensor]
 WAYS = ("forward", "backward", "both")
-
-
-@lru_cache(maxsize=1)
-def mask_of(shape: Shape) -> Mask:
-    if shape.documents:
-        return Mask.from_lengths(shape.documents, shape.causal, shape.window)
-    return Mask(shape.causal, shape.window)
 
 
 def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
@@ -130,13 +125,18 @@ def time_round(run: Run, inputs: Inputs, dout: Tensor, shape: Shape, rep: float)
     return forward, backward
 
 
-def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float) -> list[Row]:
-    """A row for each kernel."""
-    table = kernels()
+def random_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and dout, the same ones every time."""
     torch.manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     sizes = ((shape.batch, shape.length, n, shape.head_dim) for n in heads)
-    q, k, v, dout = (torch.randn(size, device=device, dtype=dtype) for size in sizes)
+    return [torch.randn(size, device=device, dtype=dtype) for size in sizes]
+
+
+def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float) -> list[Row]:
+    """A row for each kernel."""
+    table = kernels()
+    q, k, v, dout = random_inputs(shape, device, dtype)
     truths = [truth(part((q, k, v, dout), shape, *probe), shape) for probe in probes(shape)]
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     rows: list[Row] = []
@@ -261,23 +261,76 @@ def _parser() -> argparse.ArgumentParser:
         "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default attention-DEVICE)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="what limits standard, chunked and flash attention (without a GPU: of saved results)",
+    )
+    parser.add_argument("--from", dest="saved", nargs="+", type=Path, metavar="JSON", help="with --roofline: measure nothing")
+    parser.add_argument(
+        "--plot", nargs="?", const="", metavar="PNG", help="with --roofline: draw it (default docs/roofline-DEVICE.png)"
+    )
     return parser
+
+
+def show_roofline(results: list[Row], plot: str | None, note: str) -> None:
+    """The tables, and the picture if there is to be one."""
+    for result in results:
+        print(f"\n{roofline.report(result)}")
+        if plot is not None:
+            path = Path(plot) if plot else ROOT / "docs" / f"roofline-{slug(result['device'])}.png"
+            draw_roofline(result, path)
+            print(f"\ndrawn: {path}")
+    print(f"\n{note}")
+
+
+def saved_roofline(args: argparse.Namespace) -> None:
+    """Of the results that are named, or of all that are about a chip with known peaks."""
+    results = roofline.load(args.saved or sorted((ROOT / "docs/results").glob("attention-*.json")), args.shapes)
+    if not args.saved:
+        results = [result for result in results if result["device"] in roofline.CHIPS]
+    results = [result for result in results if result["shapes"]]
+    if not results:
+        raise ValueError(f"no result has these shapes on {' or '.join(roofline.CHIPS)}: measure them there with --save")
+    if args.plot and len(results) > 1:
+        raise ValueError(f"--plot {args.plot} is one picture, and there are {len(results)} results: name one with --from")
+    counted = any(f"{way}_dram_bytes" in row for result in results for row in result["rows"] for way in roofline.WAYS)
+    there = "of the time of measuring" if counted else "not in these results; measure on a GPU with --roofline and --save"
+    show_roofline(results, args.plot, f"ncu: DRAM bytes are {there}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 1 if a kernel of ours is wrong."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if (args.saved or args.plot is not None) and not args.roofline:
+        parser.error("--from and --plot belong to --roofline: add it")
+    if args.roofline and (args.saved or not torch.cuda.is_available()):
+        for name in ("only", "device", "dtype", "rounds", "rep", "save", "json"):
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name} belongs to a measurement, and saved results are shown as they are: leave it out")
+        try:
+            saved_roofline(args)
+        except (ValueError, ImportError) as error:
+            parser.error(str(error))
+        return 0
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no GPU here: use --device cpu")
     usual = [name for name, kernel in kernels().items() if args.device in kernel.devices]
+    if args.roofline:
+        usual = roofline.KERNELS
     names = list(dict.fromkeys(args.only.split(","))) if args.only else usual
     if unknown := [name for name in names if name not in kernels()]:
         parser.error(f"--only {','.join(unknown)}: the kernels are {', '.join(kernels())}")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     about, path = machine(device), args.json
+    if args.roofline:
+        try:
+            roofline.chip_of(about | {"dtype": dtype})
+        except ValueError as error:
+            parser.error(str(error))
     if path is None and args.save is not None:
         path = ROOT / "docs/results" / f"{(args.save or 'attention-' + slug(about['device'])).removesuffix('.json')}.json"
         with contextlib.suppress(FileNotFoundError):
@@ -289,18 +342,21 @@ def main(argv: list[str] | None = None) -> int:
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     only = ["--only", args.only] if args.only else []
     chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
-    command = f"python -m kernels.bench {chosen} --rounds {args.rounds} --rep {args.rep:g}"
+    chosen += f" --rounds {args.rounds} --rep {args.rep:g}" + " --roofline" * args.roofline
     rows: list[Row] = []
+    result = {"kind": "attention", **about, "dtype": dtype, "command": f"python -m kernels.bench {chosen}"}
     for index, shape in enumerate(shapes):
         its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep)
         print(report(shape, its), flush=True)
         rows += its
+        note = roofline.count(rows, dtype) if args.roofline and index + 1 == len(shapes) else ""
+        result |= {"shapes": [asdict(shape) for shape in shapes[: index + 1]], "rows": rows}
         if path is not None:  # after each shape: who is cut short keeps what was measured
-            done = [asdict(shape) for shape in shapes[: index + 1]]
-            result = {"kind": "attention", **about, "dtype": dtype, "command": command, "shapes": done, "rows": rows}
             path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if path is not None:
         print(f"\nwritten: {path}")
+    if args.roofline:
+        show_roofline([result], args.plot, note)
     return int(any(row["ours"] and row["status"] == "wrong" for row in rows))
 
 

@@ -99,11 +99,12 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
 
 def _assemble(ptx: str) -> str:
     """What the assembler has to say of a warp-specialised kernel: that it had to put products one after another, for one."""
+    from triton.backends.nvidia.compiler import get_ptxas  # only here: builds for AMD can lack it
+
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        command = [tool, "-v", "--gpu-name", "sm_90a", file.name, "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", file.name, "-o", os.devnull]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

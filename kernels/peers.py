@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .mask import Mask
+
 CHUNK = 2**26  # scores the truth holds at once; about six such matrices are alive: 1.5 GiB, 3 in fp64
 DENSE_LIMIT = 2**30  # bytes: above this a kernel that writes the whole score matrix is left out
 
@@ -104,6 +106,13 @@ DEFAULT_SHAPES = {
     "cuda": ["d128-causal-16k", "d128-full-16k", "d64-causal-16k", "d128-causal-2k"],
     "cpu": ["d64-causal-1k", "d64-gqa4-window256-1k"],
 }
+
+
+@lru_cache(maxsize=1)
+def mask_of(shape: Shape) -> Mask:
+    if shape.documents:
+        return Mask.from_lengths(shape.documents, shape.causal, shape.window)
+    return Mask(shape.causal, shape.window)
 
 
 def probes(shape: Shape) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from kernels.plots import pyplot
+
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
 
 
@@ -62,12 +64,8 @@ def _kind(name: str, cuda: bool) -> str | None:
 
 
 def draw(everyone: list[list[Span]], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(14, 0.9 + 0.8 * len(everyone)), layout="constrained")
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(14, 0.9 + 0.8 * len(everyone)), layout="constrained")
     colours = {"compute": "#3b6ea5", "transfer": "#d9822b"}
     for rank, spans in enumerate(everyone):
         for lane, what in enumerate(colours):
@@ -79,4 +77,4 @@ def draw(everyone: list[list[Span]], path: Path, title: str) -> None:
     axis.set_title(title)
     axis.legend(loc="upper right", ncols=2)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

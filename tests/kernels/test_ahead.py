@@ -7,38 +7,8 @@ import sys
 
 import pytest
 
-from .ahead import CHIPS, CONFIGURATIONS, EVERYWHERE, GLUON, ON_HOPPER
-
-KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
-NAMED = [
-    f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
-]
-NAMED += [f"hopper/{name}/attention_forward" for name in GLUON]
-NAMED += [f"hopper/{name}/attention_backward" for name in GLUON if name not in ("d256-causal", "d192-128")]
-# Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
-# ones that do not spill (d64, d128, d256), or hold more than any tile leaves room for.
-MAY_SPILL = {
-    "sm_90/d64-causal/attention_backward_dq": 16,
-    "sm_90/d128-causal/attention_forward": 16,
-    "sm_90/d128-causal/attention_backward_dkdv": 64,
-    "sm_90/d256-causal/attention_backward_dkdv": 384,
-    "sm_90/d192-128/attention_backward_dkdv": 384,
-    "sm_90/d128-fp32/attention_backward_dq": 32,
-    "sm_90/d128-fp32/attention_backward_dkdv": 32,
-    "sm_90/d128-ring/attention_forward": 128,
-    "sm_90/d128-ring/attention_backward_dkdv": 384,
-    "sm_90/d128-softcap/attention_backward_dkdv": 64,
-    "sm_90/d128-dropout/attention_backward_dq": 64,
-    "sm_90/d128-dropout/attention_backward_dkdv": 64,
-    "hopper/d64-causal/attention_backward": 80,
-    "hopper/d128-causal/attention_forward": 16,
-    "hopper/d128-causal/attention_backward": 8,
-    "hopper/d256-causal/attention_forward": 32,
-    "hopper/d192-128/attention_forward": 16,
-    "hopper/d128-ring/attention_forward": 48,
-    "hopper/d128-ring/attention_backward": 8,
-    "hopper/d128-softcap/attention_backward": 184,
-}
+from . import compat as versions
+from .ahead import CONFIGURATIONS, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, wrong
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +25,52 @@ def test_the_list_is_complete(compiled: dict[str, dict]) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_fits_the_chip(name: str, compiled: dict[str, dict]) -> None:
-    kernel = compiled[name]
-    assert kernel["shared"] <= CHIPS.get(name.split("/")[0], CHIPS["sm_90"])
-    assert "serialized" not in kernel["log"], "products wait for each other"
-    assert kernel["spills"] <= MAY_SPILL.get(name, 0), kernel
-    if name.startswith("sm_90/") and "fp32" not in name:
-        assert kernel["warpgroup"], "Hopper's products are not used"
+    assert not wrong(name, compiled[name]), compiled[name]
+
+
+GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(), ""),
+        (dict(error="CompilationError: no"), "CompilationError"),
+        (dict(shared=227 * 1024 + 1), "shared memory above 232448"),
+        (dict(spills=8), "spills above 0"),
+        (dict(log="ptxas info: Potential Performance Loss: wgmma are serialized"), "serialized"),
+        (dict(warpgroup=False), "not used"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict, says: str) -> None:
+    found = wrong("hopper/d64-causal/attention_forward", GOOD | change)
+    assert says in found and bool(found) == bool(change)
+
+
+def test_versions_that_spill_more_are_named() -> None:
+    kernel = GOOD | dict(spills=8)
+    assert not wrong("hopper/d64-causal/attention_forward", kernel, "3.8.1")
+    assert wrong("hopper/d64-causal/attention_forward", kernel, "3.6.0")
+    for more in SPILL_MORE.values():
+        assert all(name in NAMED and size > MAY_SPILL.get(name, 0) for name, size in more.items())
+    assert set(SPILL_MORE) <= set(versions.VERSIONS) and set(MAY_SPILL) <= set(NAMED)
+
+
+def test_the_list_for_all_versions_is_short(capsys: pytest.CaptureFixture) -> None:
+    assert 30 <= len(versions.KERNELS) <= 40
+    results = dict.fromkeys(versions.KERNELS, GOOD)
+    lines, well = versions.rows("3.6", {name: kernel | dict(warpgroup=True) for name, kernel in results.items()})
+    assert well and len(lines) == len(results) and all(line.endswith("ok") for line in lines)
+    lines, well = versions.rows("3.6", results | {versions.KERNELS[0]: GOOD | dict(spills=4096)})
+    assert not well and "spills above" in lines[0]
+    lines, well = versions.rows("3.6", {})
+    assert not well and all("was not compiled" in line for line in lines)
+    with pytest.raises(SystemExit, match=r"3\.6, 3\.7, 3\.8, 3\.9"):
+        versions.main(["2.0"])
+
+
+def test_a_version_that_pip_does_not_have_is_a_failure(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "ERROR: no such version")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    assert versions.main(["3.9"]) == 1
+    assert capsys.readouterr().out.count("ERROR: no such version") == len(versions.KERNELS)
