@@ -34,6 +34,7 @@ else:
 if TYPE_CHECKING:
     from .triton_common import Launch
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
