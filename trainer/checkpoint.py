@@ -46,10 +46,21 @@ class Position:
     run_id: str = ""
 
 
+_whole: set[Path] = set()  # what this process wrote or went on from: these need not be written again
+
+
+def _set_aside(path: Path) -> None:
+    """What an earlier start left of the same step, damaged or of another run, is no checkpoint of this one."""
+    if path.exists():
+        aside = path.with_name(path.name + ".old")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+
+
 def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any], ranks: Ranks, options: Options) -> str:
     """Writes step-N; returns what went wrong, on all ranks alike, or nothing. What was there before stays whole."""
     final = folder / f"step-{position.step:08d}"
-    if final.exists():
+    if final in _whole:
         return ""
     tmp = final.with_name(final.name + ".tmp")
     problem = ""
@@ -72,13 +83,16 @@ def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any
             files |= _write_json(tmp / "state.json", state)
             _write_json(tmp / "manifest.json", dict(format=1, files=files))
             _sync_folder(tmp)
+            _set_aside(final)
             os.rename(tmp, final)
             _sync_folder(folder)
             _prune(folder, options)
         except OSError as error:
             problem = _say(error)
     problem = ranks.first(problem)
-    if problem and ranks.rank == 0:
+    if not problem:
+        _whole.add(final)
+    elif ranks.rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
     return problem
 
@@ -186,6 +200,7 @@ def newest(folder: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     for name in ranks.first(names):
         problems = verify(folder / name, ranks)
         if not problems:
+            _whole.add(folder / name)
             return folder / name, damaged
         damaged.append(f"{name} is damaged: {'; '.join(problems)}")
     return None, damaged

@@ -27,8 +27,9 @@ def run(composed: compose.Composed) -> int:
 
     try:
         job = Run(composed)
-    except ValueError as error:
-        compose.fail(PROGRAM, error)
+    except ValueError as error:  # of this rank alone, perhaps: each tells its own
+        print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         finished = train(job)
         if finished:

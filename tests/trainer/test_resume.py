@@ -66,9 +66,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     before = lines(tmp_path / "run")
     shard = tmp_path / "run" / "checkpoints" / "step-00000004" / "weights-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     text = jobs.said
+    assert shard.read_bytes() == whole, "the damaged one was not written again"
     assert "step-00000004 is damaged: weights-00000.safetensors is cut short" in text and "the one before it is used" in text
     assert "going on after step 2" in text
     after = lines(tmp_path / "run")
