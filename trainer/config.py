@@ -188,7 +188,10 @@ class Checkpoint:
     at_end: bool = option(True, "save after the last step; a signal always saves")
     keep_last: int = option(2, "how many of the newest stay", least=1)
     keep_every: int = option(0, "a checkpoint whose step is a multiple of this stays for ever; 0: none", least=0)
-    resume: str = option("auto", "auto: the newest valid one in the run's folder; none: start afresh; or a path to one")
+    resume: str = option(
+        "auto",
+        "auto: the newest valid one in the run's folder; none: start afresh; or a path to one, while the folder has none",
+    )
 
 
 @dataclass

@@ -219,19 +219,24 @@ class Run:
         return fresh(name, self._shapes[name], self.model_config, self.config.seed, start, stop)
 
     def _source(self) -> checkpoint.Reader | None:
-        """The checkpoint to go on from, if there is one."""
-        resume = self.config.checkpoint.resume
-        if resume == "none":
-            return None
-        if resume == "auto":
-            path, damaged = checkpoint.newest(self.folder / "checkpoints", self.ranks)
-            for text in damaged if self.ranks.rank == 0 else []:
-                print(f"{text}; {'the one before it is used' if path else 'there is none before it'}", flush=True)
-            return checkpoint.Reader(path) if path else None
-        path = Path(resume).expanduser()
-        if problems := checkpoint.verify(path, self.ranks):
-            raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
-        return checkpoint.Reader(path)
+        """The checkpoint to go on from, if there is one. The run's own comes first: a path is where it began."""
+        resume, folder, says = self.config.checkpoint.resume, self.folder / "checkpoints", []
+        path, damaged = checkpoint.newest(folder, self.ranks) if resume != "none" else (None, [])
+        says += [f"{text}; {'the one before it is used' if path else 'there is none before it'}" for text in damaged]
+        if resume not in ("auto", "none"):
+            given = Path(resume).expanduser().resolve()
+            if path and path != given:
+                says.append(
+                    f"checkpoint.resume={resume} is not used: {_short(path)} is this run's own; to leave it, take a new name"
+                )
+            elif not path:
+                if problems := checkpoint.verify(given, self.ranks):
+                    raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+                path = given
+        if self.ranks.rank == 0:
+            says += [f"{name} is now {name}.bad" for name in checkpoint.set_aside(folder, path)]
+            print(*says, sep="\n", end="\n" * bool(says), flush=True)
+        return checkpoint.Reader(path) if path else None
 
     def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
         """Weights from a folder of Hugging Face safetensors."""
