@@ -10,7 +10,7 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=runs/slurm-%j.out
+#SBATCH --output=slurm-%j.out
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -20,7 +20,7 @@ GPUS=${SLURM_GPUS_ON_NODE:-8}
 for argument in "$@"; do [[ $argument == name=* ]] && NAMED=yes; done
 [[ ${NAMED:-} ]] || set -- "$@" "name=slurm-$SLURM_JOB_ID"
 
-"$PYTHON" -m trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
+WORLD_SIZE=$((SLURM_NNODES * GPUS)) "$PYTHON" -m trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # SIGUSR1 would end torchrun and orphan its ranks, and SIGTERM becomes SIGKILL after 30 seconds: it is told to pass both on.
