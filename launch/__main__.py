@@ -8,10 +8,12 @@ SIGUSR1 go to the ranks themselves, which save and leave; to torchrun they would
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from trainer import compose, rules
@@ -27,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     rest = [text for text in argv if text not in (*given, "--multirun", "-m")]
     try:
         num_ranks = _ranks(given)
-        jobs = compose.sweep([text for text in rest if not text.startswith("-")]) if multirun else [None]
+        jobs = _named(compose.sweep([text for text in rest if not text.startswith("-")])) if multirun else [None]
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
     flags = [text for text in rest if text.startswith("-")]
@@ -91,6 +93,15 @@ def workers(parent: int) -> list[int]:
         if ppid == parent and b"trainer.train" in command:
             found.append(int(entry.name))
     return found
+
+
+def _named(jobs: list[list[str]]) -> list[list[str]]:
+    """A name that several jobs share gets the job's number, for each needs a folder of its own."""
+    names = Counter(text for job in jobs for text in job if re.fullmatch(r"name=.*\w.*", text))
+    return [
+        [re.sub(r"(['\"]?)$", rf"-{number}\1", text, count=1) if names[text] > 1 else text for text in job]
+        for number, job in enumerate(jobs, 1)
+    ]
 
 
 def _ranks(given: list[str]) -> int:

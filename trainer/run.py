@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from parallel import context_attention
 
 from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
-from .compose import Composed
+from .compose import Composed, ConfigError
 from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
@@ -35,10 +35,7 @@ class Run:
         self.signals = Signals()
         self.ranks = ranks = Ranks(config)
         self.device = ranks.device
-        self.folder = Path(ranks.first(str(rundir.choose(config)) if ranks.rank == 0 else None))
-        if ranks.rank == 0:
-            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
-        ranks.barrier()
+        self.folder, self._lock = self._enter(composed)
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
         self.tokenizer = tokenizer.load(config.tokenizer)
         self.model_config = tokenizer.resolved(config, self.tokenizer)
@@ -211,6 +208,21 @@ class Run:
         self.signals.close()
         self.engine.close()
         self.ranks.close()
+        if self._lock:
+            self._lock.close()
+
+    def _enter(self, composed: Composed) -> tuple[Path, IO[str] | None]:
+        """Rank 0 makes the folder and locks it; the others are told where it is, or why there is none."""
+        folder, lock, problem = None, None, ""
+        if self.ranks.rank == 0:
+            try:
+                folder, lock = rundir.enter(composed, self.ranks.world, _device_name(self.device))
+            except ConfigError as error:
+                problem = str(error)
+        folder, problem = self.ranks.first((folder, problem))
+        if problem:
+            raise ConfigError(problem)
+        return folder, lock
 
     def _build(self) -> GPT:
         return GPT(self.model_config, self.config.rope, self.attention, seed=None)

@@ -132,10 +132,22 @@ def test_a_profile_is_written(tmp_path: Path) -> None:
 
 
 def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch", "--ranks=2", "--multirun", *jobs.TOY, f"runs={tmp_path}", "steps=2", "seed=0,1"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "--ranks=2",
+        "--multirun",
+        *jobs.TOY,
+        f"runs={tmp_path}",
+        "steps=2",
+        "seed=0,1",
+        "name=run",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "[2 of 2]" in done.stdout and len(list(tmp_path.glob("*/finished.json"))) == 2
+    assert "[2 of 2]" in done.stdout
+    assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
 
 
 @pytest.mark.slow
@@ -182,6 +194,38 @@ def not_on_this_rank(options: list[str]) -> None:
 
     if os.environ["RANK"] == "1":
         ranks.choose_device = refuse
+    raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
+    assert jobs.said.count("another process trains in this folder") == 1 and "Traceback" not in jobs.said
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
+    assert jobs.said.count(f"runs={tmp_path}/file: the run's folder cannot be written") == 1 and "Traceback" not in jobs.said
+
+
+def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=1"]
+    assert jobs.run_ranks(1, as_started, options) == [0]
+    assert jobs.run_ranks(1, as_started, options) == [0], "the same command is over already"
+    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3"]) == [2]
+    assert "that run is finished, and had other options: optim.lr=0.001 (was 0.003)" in jobs.said
+    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3", "steps=2"]) == [0]
+
+
+def as_started(options: list[str]) -> None:
+    """As `python -m trainer.train` does it, with its messages."""
+    from trainer import compose, train
+
     raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
 
 
