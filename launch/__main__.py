@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     given = [text for text in argv if text.startswith("--ranks=")]
     rest = [text for text in argv if text not in (*given, "--multirun", "-m")]
     try:
+        if "--ranks" in argv or "--ranks=" in argv:
+            raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
         num_ranks = _ranks(given)
         jobs = _named(compose.sweep([text for text in rest if not text.startswith("-")])) if multirun else [None]
     except compose.ConfigError as error:
