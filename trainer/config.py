@@ -240,7 +240,7 @@ class Config:
 
     steps: int = option(200, "steps of the optimizer", least=1)
     seed: int = option(0, "fixes weights, the order of the data and dropout", least=0)
-    name: str = option("", "the run's folder under `runs`; empty: model, length and the time it started")
+    name: str = option("", "the run's folder under `runs`; empty: model, length and a hash of what makes the run what it is")
     runs: str = option("runs", "the folder for runs")
     init_from: str = option("", "weights to start from: a folder with Hugging Face safetensors (Llama, Qwen3, GPT-2)")
     model: Model = group(Model, "the GPT's shape")

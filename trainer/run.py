@@ -176,11 +176,13 @@ class Run:
         if config.evaluate.sample:
             self.watchdog.at(step, "sample")
             lines += ["", self._sample()]
+        saved = any((self.folder / "checkpoints").glob("step-*[0-9]"))
         lines += [
             "",
-            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config, {path}/checkpoints the weights.",
+            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
+            + (f", {path}/checkpoints the weights." if saved else "."),
             "What to try next:",
-            f'  python -m trainer.generate checkpoint={path} prompt="def main("',
+            *[f'  python -m trainer.generate checkpoint={path} prompt="def main("'] * saved,
             "  python -m launch data=text 'data.sources.text.paths=[~/my-texts]' steps=500    your own files",
             "  python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
         ]

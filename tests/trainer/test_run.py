@@ -251,4 +251,5 @@ def test_the_slurm_script_checks_and_starts_all_ranks(tmp_path: Path) -> None:
 def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint=none", "evaluate.batches=0"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert "the whole config" in jobs.said and "checkpoints" not in jobs.said and "trainer.generate" not in jobs.said
     assert not (tmp_path / "run" / "checkpoints").exists() and lines(tmp_path / "run", "held_out") == []
