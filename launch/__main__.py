@@ -6,11 +6,14 @@ The config is checked here first, so a mistake costs a second and no rank. The r
 SIGUSR1 go to the ranks themselves, which save and leave; to torchrun they would mean the end of everything in 30 seconds.
 """
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from trainer import compose, rules
@@ -25,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     given = [text for text in argv if text.startswith("--ranks=")]
     rest = [text for text in argv if text not in (*given, "--multirun", "-m")]
     try:
+        if "--ranks" in argv or "--ranks=" in argv:
+            raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
         num_ranks = _ranks(given)
-        jobs = compose.sweep([text for text in rest if not text.startswith("-")]) if multirun else [None]
+        jobs = _named(compose.sweep([text for text in rest if not text.startswith("-")])) if multirun else [None]
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
     flags = [text for text in rest if text.startswith("-")]
@@ -37,38 +42,45 @@ def main(argv: list[str] | None = None) -> int:
     for number, job in enumerate(jobs, 1):
         if job is not None:
             print(f"\n[{number} of {len(jobs)}] {' '.join(job)}", flush=True)
-        code = start(rest if job is None else [*flags, *job], num_ranks)
-        if code:
+        code, stopped = start(rest if job is None else [*flags, *job], num_ranks)
+        if code or stopped:  # who stops one job does not want the next
             return code
     return 0
 
 
-def start(arguments: list[str], num_ranks: int) -> int:
-    """Runs torchrun to its end; its exit code."""
+def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
+    """Runs torchrun to its end; its exit code, and whether it was asked to stop."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner
-    # In a session of its own it hears no Ctrl-C from the terminal: what the ranks hear is decided here.
-    process = subprocess.Popen([*command, "-m", "trainer.train", *arguments], env=environment, start_new_session=True)
     heard: list[int] = []
-
-    def forward(number: int, frame: object) -> None:
-        heard.append(number)
-        if len(heard) > 1 and number == signal.SIGINT:  # asked twice: now
-            process.terminate()
-            return
-        for rank in workers(process.pid):
-            os.kill(rank, signal.SIGTERM if number == signal.SIGINT else number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in caught}
+    told = 0
     try:
+        # In a session of its own it hears no Ctrl-C from the terminal: what the ranks hear is decided here.
+        process = subprocess.Popen([*command, "-m", "trainer.train", *arguments], env=environment, start_new_session=True)
         while process.poll() is None:
+            for number in heard[told:]:
+                told += 1
+                _tell(process, number, again=told > 1)
             time.sleep(0.1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return process.returncode
+    return process.returncode, bool(heard)
+
+
+def _tell(process: subprocess.Popen[bytes], number: int, again: bool) -> None:
+    """Hands a signal to the ranks; before there are any nothing can be saved, and a second Ctrl-C means now."""
+    ranks = workers(process.pid)
+    if not ranks or (again and number == signal.SIGINT):
+        process.terminate()
+        return
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(rank, signal.SIGTERM if number == signal.SIGINT else number)
 
 
 def workers(parent: int) -> list[int]:
@@ -83,6 +95,15 @@ def workers(parent: int) -> list[int]:
         if ppid == parent and b"trainer.train" in command:
             found.append(int(entry.name))
     return found
+
+
+def _named(jobs: list[list[str]]) -> list[list[str]]:
+    """A name that several jobs share gets the job's number, for each needs a folder of its own."""
+    names = Counter(text for job in jobs for text in job if re.fullmatch(r"name=.*\w.*", text))
+    return [
+        [re.sub(r"(['\"]?)$", rf"-{number}\1", text, count=1) if names[text] > 1 else text for text in job]
+        for number, job in enumerate(jobs, 1)
+    ]
 
 
 def _ranks(given: list[str]) -> int:

@@ -214,7 +214,7 @@ def report(config: Config) -> tuple[str, bool]:
     """The plan as text, and whether it fits."""
     target, world = machine(config)
     config = resolve(config)
-    if problems := rules.check(config, world):
+    if problems := rules.check(config, world, planning=True):
         raise ValueError("\n".join(problems))
     data, ring, ulysses = rules.mesh_of(config, world)
     counts, found = parameters(config.model), footprint(config, world, target.gpu)
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     gpus = next((text.partition("=")[2] for text in argv if text.startswith("hardware.gpus=")), "")
     ranks = int(gpus) if gpus.isdecimal() and int(gpus) else None
-    composed = compose.main(PROGRAM, __doc__, argv, world_size=ranks or _ranks_here(argv))
+    composed = compose.main(PROGRAM, __doc__, argv, world_size=ranks or _ranks_here(argv), planning=True)
     try:
         text, fits = report(composed.config)
     except ValueError as error:

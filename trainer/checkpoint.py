@@ -8,7 +8,8 @@
 
 Every rank writes its share into step-N.tmp and flushes it to the disk; rank 0 then writes the manifest and renames the
 folder. The rename is the commit: a folder without .tmp is whole, and the newest whole one is the checkpoint. There is no
-pointer file that could point at something else. Nothing is pickled. All ranks have to see one file system.
+pointer file that could point at something else. What a start does not go on from, because it is damaged or of a trajectory
+that was left, is renamed to step-N.bad. Nothing is pickled. All ranks have to see one file system.
 """
 
 import base64
@@ -46,22 +47,9 @@ class Position:
     run_id: str = ""
 
 
-_whole: set[Path] = set()  # what this process wrote or went on from: these need not be written again
-
-
-def _set_aside(path: Path) -> None:
-    """What an earlier start left of the same step, damaged or of another run, is no checkpoint of this one."""
-    if path.exists():
-        aside = path.with_name(path.name + ".old")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-
-
 def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any], ranks: Ranks, options: Options) -> str:
     """Writes step-N; returns what went wrong, on all ranks alike, or nothing. What was there before stays whole."""
     final = folder / f"step-{position.step:08d}"
-    if final in _whole:
-        return ""
     tmp = final.with_name(final.name + ".tmp")
     problem = ""
     if ranks.rank == 0:
@@ -83,16 +71,15 @@ def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any
             files |= _write_json(tmp / "state.json", state)
             _write_json(tmp / "manifest.json", dict(format=1, files=files))
             _sync_folder(tmp)
-            _set_aside(final)
+            if final.exists():  # of another trajectory, or damaged: what a run holds now is what counts
+                _set_aside(final)
             os.rename(tmp, final)
             _sync_folder(folder)
             _prune(folder, options)
         except OSError as error:
             problem = _say(error)
     problem = ranks.first(problem)
-    if not problem:
-        _whole.add(final)
-    elif ranks.rank == 0:
+    if problem and ranks.rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
     return problem
 
@@ -200,10 +187,27 @@ def newest(folder: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     for name in ranks.first(names):
         problems = verify(folder / name, ranks)
         if not problems:
-            _whole.add(folder / name)
             return folder / name, damaged
         damaged.append(f"{name} is damaged: {'; '.join(problems)}")
     return None, damaged
+
+
+def set_aside(folder: Path, start: Path | None) -> list[str]:
+    """On rank 0: renames the checkpoints that are newer than the start, all of them if it is none of these; their names.
+
+    Otherwise they would be counted by the pruning, and be the newest again after the next kill.
+    """
+    names = sorted(path.name for path in folder.glob("step-*") if NAME.search(path.name))
+    newer = [name for name in names if start is None or start.parent != folder or name > start.name]
+    for name in newer:
+        _set_aside(folder / name)
+    return newer
+
+
+def _set_aside(path: Path) -> None:
+    away = path.with_name(path.name + ".bad")
+    shutil.rmtree(away, ignore_errors=True)
+    os.rename(path, away)
 
 
 def verify(path: Path, ranks: Ranks) -> list[str]:

@@ -26,11 +26,13 @@ from . import rules
 from .config import Config, Source
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-FLAGS = ["--help", "--cfg", "--config-dir", "--multirun"]
+FLAGS = ["--help", "--cfg", "--config-dir", "--multirun", "--ranks"]
 USAGE = """usage: {program} [key=value | group=choice | experiment=name] …
 
   --help             this page            --cfg job          print the config that results, and stop
-  --config-dir=DIR   YAML of your own, in folders named like conf/'s"""
+  --config-dir=DIR   YAML of your own, in folders named like conf/'s
+  --ranks=N          python -m launch: how many ranks to start (one for each GPU; 2 without)
+  --multirun         python -m launch: key=a,b starts one run after the other"""
 
 
 class ConfigError(ValueError):
@@ -44,7 +46,9 @@ class Composed:
     yaml: str
 
 
-def main(program: str, about: str | None, argv: list[str] | None = None, world_size: int | None = None) -> Composed:
+def main(
+    program: str, about: str | None, argv: list[str] | None = None, world_size: int | None = None, planning: bool = False
+) -> Composed:
     """The config of a command line; --help and --cfg print and stop, a mistake ends the program with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -52,7 +56,7 @@ def main(program: str, about: str | None, argv: list[str] | None = None, world_s
         if "help" in flags:
             print(help_text(program, about, Config))
             raise SystemExit(0)
-        composed = load(overrides, flags.get("config-dir"), world_size)
+        composed = load(overrides, flags.get("config-dir"), world_size, planning)
         if "cfg" in flags:
             print(composed.yaml, end="")
             raise SystemExit(0)
@@ -67,8 +71,10 @@ def fail(program: str, error: Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def load(overrides: list[str], config_dir: str | None = None, world_size: int | None = None) -> Composed:
-    """Composes, checks types and contradictions. `world_size` is torchrun's, if not given."""
+def load(
+    overrides: list[str], config_dir: str | None = None, world_size: int | None = None, planning: bool = False
+) -> Composed:
+    """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see rules.check."""
     parsed = [_parse(text) for text in overrides]
     folders = [CONF]
     if config_dir is not None:
@@ -88,7 +94,7 @@ def load(overrides: list[str], config_dir: str | None = None, world_size: int | 
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, overrides, folders)) from None
     assert isinstance(config, Config)
-    problems = rules.check(config, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size)
+    problems = rules.check(config, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size, planning)
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(config, overrides, OmegaConf.to_yaml(tree))
@@ -189,6 +195,10 @@ def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             flags["cfg"] = "job"
         elif name == "--config-dir":
             flags["config-dir"] = value or next(rest, "")
+            if not flags["config-dir"]:
+                raise ConfigError("--config-dir takes a folder: --config-dir=DIR")
+        elif name == "--ranks":
+            raise ConfigError(f"{text}: ranks are started by the launcher: python -m launch --ranks=N …")
         elif name in ("--multirun", "-m"):
             raise ConfigError(
                 "--multirun starts one run after the other, so it belongs to the launcher: python -m launch --multirun …"

@@ -188,7 +188,10 @@ class Checkpoint:
     at_end: bool = option(True, "save after the last step; a signal always saves")
     keep_last: int = option(2, "how many of the newest stay", least=1)
     keep_every: int = option(0, "a checkpoint whose step is a multiple of this stays for ever; 0: none", least=0)
-    resume: str = option("auto", "auto: the newest valid one in the run's folder; none: start afresh; or a path to one")
+    resume: str = option(
+        "auto",
+        "auto: the newest valid one in the run's folder; none: start afresh; or a path to one, while the folder has none",
+    )
 
 
 @dataclass
@@ -237,7 +240,7 @@ class Config:
 
     steps: int = option(200, "steps of the optimizer", least=1)
     seed: int = option(0, "fixes weights, the order of the data and dropout", least=0)
-    name: str = option("", "the run's folder under `runs`; empty: model, length and the time it started")
+    name: str = option("", "the run's folder under `runs`; empty: model, length and a hash of what makes the run what it is")
     runs: str = option("runs", "the folder for runs")
     init_from: str = option("", "weights to start from: a folder with Hugging Face safetensors (Llama, Qwen3, GPT-2)")
     model: Model = group(Model, "the GPT's shape")

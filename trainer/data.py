@@ -100,7 +100,7 @@ class Dataset:
         """`vocabulary` is the model's, which shards of tokens may use up; by default the tokenizer's."""
         assert part in ("train", "held_out")
         if not options.sources:
-            raise ValueError("data.sources is empty: choose a mixture, such as data=toy, or name a source")
+            raise ValueError("data.sources is empty: choose a mixture, such as data=mix, or name a source")
         self.length, self.seed, self.names = options.length, seed, list(options.sources)
         self.sources = [self._open(name, options, tokenizer, part, vocabulary or tokenizer.size) for name in self.names]
         self.shares = shares({name: source.weight for name, source in options.sources.items()})

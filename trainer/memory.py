@@ -3,6 +3,7 @@
     none        everything that autograd wants
     full        the layer's input; all of it runs again in the backward, the ring's whole journey too
     attention   the input, and attention's (out, lse): the ring, which is the dear part of a long sequence, never runs twice
+                (with parallel.ulysses above 1, the exchange of heads around it does)
 
 `attention` keeps one more tensor of the input's size per layer than `full`. With `offload`, inputs wait in pinned CPU memory:
 each is copied out while its layer runs, and fetched while the layer after it goes backward.

@@ -138,16 +138,9 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             weight.copy_(fresh(name, weight.shape, self.config, seed).view_as(weight))
 
-    def compile_layers(self, whole: bool = True) -> None:
-        """torch.compile of each layer; without `whole` only of what touches no weights, for engines that gather weights
-        around every module (ZeRO 3), where a graph of a layer would break at each of them."""
-        rotate_, swiglu_, gelu_ = (torch.compile(function) for function in (rotate, swiglu, gelu))
+    def compile_layers(self) -> None:
         for layer in self.layers:
-            if whole:
-                layer.compile()
-            else:
-                layer.attention.rotate = rotate_
-                layer.mlp.activate = gelu_ if layer.mlp.gate is None else swiglu_
+            layer.compile()
 
 
 class Layer(nn.Module):
@@ -169,7 +162,6 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.head_dim = head_dim(config)
-        self.rotate = rotate
         self.options = dict(softcap=config.softcap) if config.softcap else {}
         self.dropout = config.dropout
         self.q = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.bias)
@@ -185,7 +177,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         options: dict[str, Any] = dict(self.options)
         if self.sinks is not None:
             options["sinks"] = self.sinks
@@ -200,13 +192,12 @@ class MLP(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         gated = config.activation == "swiglu"
-        self.activate = swiglu if gated else gelu
         self.gate = nn.Linear(config.dim, config.mlp_dim, bias=config.bias) if gated else None
         self.up = nn.Linear(config.dim, config.mlp_dim, bias=config.bias)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activate(self.up(x)) if self.gate is None else self.activate(self.gate(x), self.up(x)))
+        return self.down(gelu(self.up(x)) if self.gate is None else swiglu(self.gate(x), self.up(x)))
 
 
 class Head(nn.Module):

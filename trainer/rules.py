@@ -10,15 +10,19 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Model, Rope
+from .config import Config, Hardware, Model, Rope
 
 
-def check(config: Config, world_size: int) -> list[str]:
-    """Every problem of this config on so many ranks."""
+def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
+    """Every problem of this config on so many ranks; a plan may be for another machine."""
     problems = check_values(config)
     if problems:
         return problems  # the rest may divide by them
     problems += rotary(config.rope)
+    if config.hardware != Hardware() and not planning:
+        problems.append(
+            f"hardware.name={config.hardware.name}: only `python -m trainer.check` plans for a machine; leave it out"
+        )
     for rule in (_model, _data, _mesh, _engine, _optim, _run):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))

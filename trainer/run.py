@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from parallel import context_attention
 
 from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
-from .compose import Composed
+from .compose import Composed, ConfigError
 from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
@@ -35,10 +35,7 @@ class Run:
         self.signals = Signals()
         self.ranks = ranks = Ranks(config)
         self.device = ranks.device
-        self.folder = Path(ranks.first(str(rundir.choose(config)) if ranks.rank == 0 else None))
-        if ranks.rank == 0:
-            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
-        ranks.barrier()
+        self.folder, self._lock = self._enter(composed)
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
         self.tokenizer = tokenizer.load(config.tokenizer)
         self.model_config = tokenizer.resolved(config, self.tokenizer)
@@ -179,11 +176,13 @@ class Run:
         if config.evaluate.sample:
             self.watchdog.at(step, "sample")
             lines += ["", self._sample()]
+        saved = any((self.folder / "checkpoints").glob("step-*[0-9]"))
         lines += [
             "",
-            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config, {path}/checkpoints the weights.",
+            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
+            + (f", {path}/checkpoints the weights." if saved else "."),
             "What to try next:",
-            f'  python -m trainer.generate checkpoint={path} prompt="def main("',
+            *[f'  python -m trainer.generate checkpoint={path} prompt="def main("'] * saved,
             "  python -m launch data=text 'data.sources.text.paths=[~/my-texts]' steps=500    your own files",
             "  python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
         ]
@@ -211,6 +210,21 @@ class Run:
         self.signals.close()
         self.engine.close()
         self.ranks.close()
+        if self._lock:
+            self._lock.close()
+
+    def _enter(self, composed: Composed) -> tuple[Path, IO[str] | None]:
+        """Rank 0 makes the folder and locks it; the others are told where it is, or why there is none."""
+        folder, lock, problem = None, None, ""
+        if self.ranks.rank == 0:
+            try:
+                folder, lock = rundir.enter(composed, self.ranks.world, _device_name(self.device))
+            except ConfigError as error:
+                problem = str(error)
+        folder, problem = self.ranks.first((folder, problem))
+        if problem:
+            raise ConfigError(problem)
+        return folder, lock
 
     def _build(self) -> GPT:
         return GPT(self.model_config, self.config.rope, self.attention, seed=None)
@@ -219,19 +233,24 @@ class Run:
         return fresh(name, self._shapes[name], self.model_config, self.config.seed, start, stop)
 
     def _source(self) -> checkpoint.Reader | None:
-        """The checkpoint to go on from, if there is one."""
-        resume = self.config.checkpoint.resume
-        if resume == "none":
-            return None
-        if resume == "auto":
-            path, damaged = checkpoint.newest(self.folder / "checkpoints", self.ranks)
-            for text in damaged if self.ranks.rank == 0 else []:
-                print(f"{text}; {'the one before it is used' if path else 'there is none before it'}", flush=True)
-            return checkpoint.Reader(path) if path else None
-        path = Path(resume).expanduser()
-        if problems := checkpoint.verify(path, self.ranks):
-            raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
-        return checkpoint.Reader(path)
+        """The checkpoint to go on from, if there is one. The run's own comes first: a path is where it began."""
+        resume, folder, says = self.config.checkpoint.resume, self.folder / "checkpoints", []
+        path, damaged = checkpoint.newest(folder, self.ranks) if resume != "none" else (None, [])
+        says += [f"{text}; {'the one before it is used' if path else 'there is none before it'}" for text in damaged]
+        if resume not in ("auto", "none"):
+            given = Path(resume).expanduser().resolve()
+            if path and path != given:
+                says.append(
+                    f"checkpoint.resume={resume} is not used: {_short(path)} is this run's own; to leave it, take a new name"
+                )
+            elif not path:
+                if problems := checkpoint.verify(given, self.ranks):
+                    raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+                path = given
+        if self.ranks.rank == 0:
+            says += [f"{name} is now {name}.bad" for name in checkpoint.set_aside(folder, path)]
+            print(*says, sep="\n", end="\n" * bool(says), flush=True)
+        return checkpoint.Reader(path) if path else None
 
     def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
         """Weights from a folder of Hugging Face safetensors."""

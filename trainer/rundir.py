@@ -4,6 +4,7 @@ The same command goes on where it stopped: without a `name`, the folder is calle
 what makes the run what it is (not of how it is sharded, tracked or saved). A finished run is left alone; the next gets -2.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,24 +15,26 @@ import time
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from .compose import Composed
+from omegaconf import OmegaConf
+
+from .compose import Composed, ConfigError
 from .config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
+NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache")
 
 
 def choose(config: Config) -> Path:
-    """On rank 0; the others are told."""
     runs = Path(config.runs).expanduser().resolve()
     if config.name:
         return runs / config.name
     whole = asdict(config)
-    for key in ("micro_batch", "prefetch", "cache"):
-        whole["data"].pop(key, None)
+    for key in NOT_IDENTITY:
+        whole["data"].pop(key.removeprefix("data."), None)
     text = json.dumps([whole[key] for key in IDENTITY], sort_keys=True)
     name = f"{config.model.name}-{config.data.length}-{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
     number = 1
@@ -40,9 +43,56 @@ def choose(config: Config) -> Path:
     return runs / _numbered(name, number)
 
 
+def enter(composed: Composed, world: int, device: str) -> tuple[Path, IO[str]]:
+    """On rank 0, before anything else happens: the run's folder, and the lock that is held while the file is open."""
+    config = composed.config
+    try:
+        folder = choose(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process trains in this folder; wait for it, or give this run a name="
+            ) from None
+        except OSError as error:
+            print(
+                f"{folder}: this file system has no locks ({error.strerror}), so nobody looks for a second run here", flush=True
+            )
+        _check_finished(folder, composed)
+        record(folder, composed, world, device)
+    except OSError as error:
+        raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
+    return folder, lock
+
+
+def _check_finished(folder: Path, composed: Composed) -> None:
+    """A named run that is over would do nothing; with other options that is not what was meant."""
+    config, before = composed.config, folder / "config.yaml"
+    if config.checkpoint.resume == "none" or not (folder / FINISHED).exists() or not before.exists():
+        return
+    if config.steps > json.loads((folder / FINISHED).read_text())["steps"]:
+        return  # it goes on
+    old, new = (_flat(OmegaConf.to_container(OmegaConf.create(text))) for text in (before.read_text(), composed.yaml))
+    keys = [key for key in sorted(old | new) if key.partition(".")[0] in IDENTITY and key not in NOT_IDENTITY]
+    changed = [key for key in keys if old.get(key) != new.get(key)]
+    if changed:
+        told = ", ".join(f"{key}={new.get(key)} (was {old.get(key)})" for key in changed[:5])
+        raise ConfigError(
+            f"name={config.name}: that run is finished, and had other options: {told}; "
+            "give another name, more steps, or checkpoint.resume=none"
+        )
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {key: value for name, part in node.items() for key, value in _flat(part, f"{prefix}.{name}".lstrip(".")).items()}
+
+
 def record(folder: Path, composed: Composed, world: int, device: str) -> None:
-    """Rank 0 writes it before anything else happens; a resumed run adds a line to starts.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """What was asked for, with what; a resumed run adds a line to starts.jsonl."""
     (folder / "config.yaml").write_text(composed.yaml)
     start = dict(
         time=time.strftime("%Y-%m-%d %H:%M:%S"),

@@ -1,9 +1,9 @@
-"""SIGTERM and SIGUSR1 ask for a checkpoint and a clean end, in whatever phase they come.
+"""SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask for a checkpoint and a clean end, in whatever phase they come.
 
 The handler only remembers. The loop reads the flag of all ranks in the reduction that every step has anyway, so all stop
 after the same step; evaluation reads it between its batches. A save in progress is finished, because it is what was asked
 for; in a long first compile the flag waits for the step's end. Another signal, ten seconds later or more, ends the process at
-once; sooner it is an echo, for a scheduler and torchrun may both pass it on.
+once; sooner it is an echo, for a scheduler and torchrun may both pass it on. Of Ctrl-C a second is enough: a person asks.
 """
 
 import os
@@ -13,8 +13,9 @@ import threading
 import time
 from types import FrameType
 
-CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
-ECHO = 10  # seconds
+CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ECHO = {signal.SIGINT: 1}  # seconds
+OTHERS = 10
 
 
 class Signals:
@@ -37,7 +38,7 @@ class Signals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received:
-            if time.monotonic() - self._at > ECHO:
+            if time.monotonic() - self._at > ECHO.get(signal.Signals(number), OTHERS):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

@@ -21,13 +21,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(composed: compose.Composed) -> int:
-    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed."""
+    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed, 2 for one that cannot be."""
     from .loop import TooManyBadSteps, train
     from .run import Run
 
     try:
         job = Run(composed)
-    except ValueError as error:  # of this rank alone, perhaps: each tells its own
+    except compose.ConfigError as error:
+        compose.fail(PROGRAM, error)  # the same on all ranks: said once
+    except ValueError as error:
         print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)
         return 2
     try:

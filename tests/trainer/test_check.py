@@ -18,7 +18,7 @@ BIG = ["model=llama-8b", "data.length=262144", "data.batch=1", "engine=zero3", "
 
 
 def planned(*overrides: str, gpus: int = 4) -> Config:
-    return check.resolve(compose.load([*BIG, *overrides], world_size=gpus).config)
+    return check.resolve(compose.load([*BIG, *overrides], world_size=gpus, planning=True).config)
 
 
 def test_terms_that_a_hand_can_count() -> None:

@@ -95,6 +95,10 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["checkpoint.resume=/nowhere"], 1, ["checkpoint.resume=/nowhere"]),
     (["checkpoint.keep_every=5", "checkpoint.every=2"], 1, ["checkpoint.keep_every=5"]),
     (["name=a/b"], 1, ["name=a/b"]),
+    (["hardware=h200", "engine.precision=bf16"], 1, ["hardware.name=h200: only `python -m trainer.check`"]),
+    (["--config-dir"], 1, ["--config-dir takes a folder"]),
+    (["--config-dir="], 1, ["--config-dir takes a folder"]),
+    (["--ranks=2"], 1, ["python -m launch --ranks=N"]),
     (["debug.profile=[0]"], 1, ["debug.profile=[0]"]),
     (["debug.profile=[201]", "steps=200"], 1, ["debug.profile=[201]"]),
 ]
@@ -128,7 +132,7 @@ def test_a_wrong_config_is_one_message(
 
 
 @pytest.mark.parametrize("program", ["trainer.train", "launch"])
-@pytest.mark.parametrize("arguments", [["optim.lrr=1"], ["model.heads=3"], ["model=lama"], ["--what"]])
+@pytest.mark.parametrize("arguments", [["optim.lrr=1"], ["model.heads=3"], ["model=lama"], ["--what"], ["--ranks", "2"]])
 def test_in_a_process_of_its_own_it_takes_under_three_seconds_and_no_torch(program: str, arguments: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     # A torch that cannot be imported: whoever tries fails with a traceback.
@@ -188,7 +192,9 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
             continue  # these are about a GPU's memory
         ranks = 2 if choice == "parallel=ulysses" else 1
         os.chdir(ROOT)
-        assert isinstance(compose.load([choice, *needs.get(choice, [])], world_size=ranks).config, Config)
+        assert isinstance(
+            compose.load([choice, *needs.get(choice, [])], world_size=ranks, planning=group == "hardware").config, Config
+        )
 
 
 def test_a_mesh_takes_what_is_left() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trainer import jobs
-from trainer import safetensors
+from tests.trainer.test_checkpoint import Alone
+from trainer import checkpoint, safetensors
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -75,6 +76,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     assert "going on after step 2" in text
     after = lines(tmp_path / "run")
     assert [(x["step"], x["loss"]) for x in after] == [(x["step"], x["loss"]) for x in before]
+    assert checkpoint.verify(shard.parent, Alone()) == []  # type: ignore[arg-type]
+    assert "step-00000004 is now step-00000004.bad" in text and Path(f"{shard.parent}.bad").is_dir()
+
+
+def test_a_fresh_start_in_a_used_folder_leaves_nothing_of_the_old_weights(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"]
+    last = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    before = weights(last)
+    assert jobs.run_ranks(1, jobs.train, [*options, "seed=1", "checkpoint.resume=none"]) == [0]
+    assert weights(last) != before and weights(Path(f"{last}.bad")) == before
+
+
+def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "steps=4", "checkpoint.every=1"]
+    assert jobs.run_ranks(1, jobs.train, [*options, "name=first", "steps=1"]) == [0]
+    path = tmp_path / "first" / "checkpoints" / "step-00000001"
+    options += ["name=second", f"checkpoint.resume={path}"]
+    jobs.run_ranks(1, jobs.train, options, jobs.kill_after, 3)
+    assert "going on after step 1" in jobs.said
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert "going on after step 2" in jobs.said and "is not used" in jobs.said
+    assert [line["step"] for line in lines(tmp_path / "second")] == [2, 3, 4]
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.trainer.test_resume import lines
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path, number: int) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=50"]
     assert jobs.run_ranks(2, jobs.train, options, jobs.send, int(number), 3) == [0, 0]
@@ -111,8 +112,6 @@ def test_wandb_offline_makes_a_run_that_can_be_synced(tmp_path: Path) -> None:
 
 def test_wandb_with_a_key_and_no_network_goes_on_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    import time
-
     began = time.monotonic()
     assert jobs.run_ranks(1, without_network, str(tmp_path)) == [0]
     assert time.monotonic() - began < 60, "with its start-up; the wait itself is capped at tracking.init_timeout"
@@ -133,10 +132,22 @@ def test_a_profile_is_written(tmp_path: Path) -> None:
 
 
 def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch", "--ranks=2", "--multirun", *jobs.TOY, f"runs={tmp_path}", "steps=2", "seed=0,1"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "--ranks=2",
+        "--multirun",
+        *jobs.TOY,
+        f"runs={tmp_path}",
+        "steps=2",
+        "seed=0,1",
+        "name=run",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "[2 of 2]" in done.stdout and len(list(tmp_path.glob("*/finished.json"))) == 2
+    assert "[2 of 2]" in done.stdout
+    assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
 
 
 @pytest.mark.slow
@@ -164,7 +175,81 @@ def test_launch_hands_a_signal_to_the_ranks_which_save_and_leave(tmp_path: Path)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
 
+def test_a_signal_before_there_are_ranks_ends_the_launch(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=1", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    launched = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children")
+    while not children.read_text():  # torchrun
+        time.sleep(0.01)
+    launched.send_signal(signal.SIGTERM)
+    assert launched.wait(timeout=60) != 0
+    assert not list(tmp_path.glob("*/finished.json"))
+
+
+def not_on_this_rank(options: list[str]) -> None:
+    from trainer import compose, ranks, train
+
+    def refuse(name: str, local_rank: int) -> Any:
+        raise ValueError(f"rank {local_rank} of this machine has no GPU of its own")
+
+    if os.environ["RANK"] == "1":
+        ranks.choose_device = refuse
+    raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
+    assert jobs.said.count("another process trains in this folder") == 1 and "Traceback" not in jobs.said
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
+    assert jobs.said.count(f"runs={tmp_path}/file: the run's folder cannot be written") == 1 and "Traceback" not in jobs.said
+
+
+def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=1"]
+    assert jobs.run_ranks(1, as_started, options) == [0]
+    assert jobs.run_ranks(1, as_started, options) == [0], "the same command is over already"
+    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3"]) == [2]
+    assert "that run is finished, and had other options: optim.lr=0.001 (was 0.003)" in jobs.said
+    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3", "steps=2"]) == [0]
+
+
+def as_started(options: list[str]) -> None:
+    """As `python -m trainer.train` does it, with its messages."""
+    from trainer import compose, train
+
+    raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
+
+
+def test_what_only_one_rank_finds_wrong_is_said_by_it(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, not_on_this_rank, [f"runs={tmp_path}"])[1] == 2
+    assert "rank 1: rank 1 of this machine has no GPU of its own" in jobs.said and "Traceback" not in jobs.said
+
+
+def test_the_slurm_script_checks_and_starts_all_ranks(tmp_path: Path) -> None:
+    """With a cluster's commands played by scripts."""
+    for name, text in (("scontrol", "echo node1"), ("srun", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = dict(JOB_ID="7", NNODES="2", GPUS_ON_NODE="8", JOB_NODELIST="node[1-2]", SUBMIT_DIR=str(ROOT))
+    environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=sys.executable)
+    command = ["bash", "launch/slurm.sh", "experiment=llama_8b_1m", "parallel.ring=16"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--nnodes=2 --nproc-per-node=8" in done.stdout and "name=slurm-7" in done.stdout
+
+
 def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint=none", "evaluate.batches=0"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert "the whole config" in jobs.said and "checkpoints" not in jobs.said and "trainer.generate" not in jobs.said
     assert not (tmp_path / "run" / "checkpoints").exists() and lines(tmp_path / "run", "held_out") == []
