@@ -4,6 +4,7 @@ python -m launch experiment=gpt2_124m optim.lr=3e-4             the ranks of thi
 torchrun --nproc-per-node=4 -m trainer.train parallel.ring=4    ranks that you start yourself
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -27,11 +28,15 @@ def run(composed: compose.Composed) -> int:
 
     try:
         job = Run(composed)
-    except compose.ConfigError as error:
-        compose.fail(PROGRAM, error)  # the same on all ranks: said once
     except ValueError as error:
-        print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr, flush=True)
-        return 2
+        if isinstance(error, compose.ConfigError):  # the same on all ranks: said once
+            with contextlib.suppress(SystemExit):
+                compose.fail(PROGRAM, error)
+        else:
+            print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)  # gloo's threads are there already, and an ordinary exit would abort in them
     try:
         finished = train(job)
         if finished:

@@ -211,6 +211,9 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
     assert jobs.said.count(f"runs={tmp_path}/file: the run's folder cannot be written") == 1 and "Traceback" not in jobs.said
+    command = [sys.executable, "-m", "trainer.train", *jobs.TOY, f"runs={tmp_path}/file"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "terminate" not in done.stderr, done.stderr
 
 
 def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> None:
