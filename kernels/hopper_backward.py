@@ -187,32 +187,33 @@ def consume(
     if KEEP:  # as operands from registers, which shared memory then need not deliver again and again
         k_mine = k_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         v_mine = v_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    place = 0
     s = no_scores
-    if AHEAD and steps > 0:
-        place = wait_full(full_at, 0, STAGES)
-        s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
-        s = warpgroup_mma_wait(0, deps=(s,))
+    if steps > 0:
+        wait_full(full_at, 0, STAGES)
+        if AHEAD:
+            s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
+            s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
+        place = i % STAGES
         if not AHEAD:
-            place = wait_full(full_at, i, STAGES)
             s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
         q = q_tile.index(place).reshape([BLOCK_M, BLOCK_D])
         dout = dout_tile.index(place).reshape([BLOCK_M, BLOCK_DV])
         dp = warpgroup_mma(v_mine, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if i > 0:  # only now, so that no barrier stands between the last tile's products and this one's
+            mbarrier.arrive(free_at.index((i - 1) % STAGES), count=1)
         if not AHEAD:
             s = warpgroup_mma_wait(1, deps=(s,))
-        h, row = number(where, 4 * place), number(where, 4 * place + 1)
         s, factor = exponents(s, scale, softcap, False)
         p = gl.exp2(s * factor - stats.index(2 * place).load(QUERIES)[None, :])
         if number(where, 4 * place + 2) != 0:
-            p_q = position(row + rows.load(QUERIES), q_at)
+            p_q = position(number(where, 4 * place + 1) + rows.load(QUERIES), q_at)
             visible = p_q[None, :] <= hi[:, None]
             if mask[1] is not None or mask[2] is not None:
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+        dp = warpgroup_mma_wait(0, deps=(dp,))
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         ds = p * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
         if softcap is not None:
@@ -225,7 +226,7 @@ def consume(
         dv = warpgroup_mma_wait(0, deps=(dv,))
         # Two buffers need no barrier for being free: whoever has passed this one for tile i has read tile i - 1.
         wait_full(ds_full, i, 2)
-        column = 0
+        h, row, column = number(where, 4 * place), number(where, 4 * place + 1), 0
         if SHARE == "rows":
             row += ME * 64
             dq = warpgroup_mma(ds_all.slice(ME * 64, 64, dim=1).permute((1, 0)), k_all, no_dq, use_acc=False, is_async=True)
@@ -234,14 +235,10 @@ def consume(
             k_half = k_all.slice(ME * DQ_WIDTH, DQ_WIDTH, dim=1)
             dq = warpgroup_mma(ds_all.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        before = place
-        if (
-            AHEAD
-        ):  # the next tile's scores run while dq is handed on (behind the last one they are of whatever is there, and dropped)
-            place = (i + 1) % STAGES
+        if AHEAD:  # the next scores run while dq is handed on (behind the last tile they are of whatever is there, and dropped)
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
-            s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
+            s = scores(k_mine, q_tile.index((i + 1) % STAGES), no_scores, BLOCK_D, BLOCK_M)
         dq = warpgroup_mma_wait(1 + AHEAD, deps=(dq,))
         tma.store_wait(0)
         dq_mine.reshape([64, DQ_WIDTH]).store(dq * scale)
@@ -250,8 +247,9 @@ def consume(
         if AHEAD:
             dk, s = warpgroup_mma_wait(0, deps=(dk, s))
         else:
+            if i + 1 < steps:
+                wait_full(full_at, i + 1, STAGES)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(free_at.index(before), count=1)
     tma.store_wait(0)
     write(dk * scale, dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
     write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
