@@ -233,14 +233,14 @@ def test_head_start_shifts_dropout(device: str) -> None:
 
 
 def test_segments() -> None:
-    assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == [(0, 1, 7), (9, 2, 2)]
+    assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == ((0, 1, 7), (9, 2, 2))
     assert positions([(3, 2, 3), (20, 1, 2)]).tolist() == [3, 5, 7, 20, 21]
     assert num_rows([(3, 2, 3), (20, 1, 2)]) == 5
-    assert ascending_runs([(5, 1, 5), (0, 1, 5), (8, 1, 2), (20, 1, 1)]) == [
-        (0, [(5, 1, 5)]),
-        (5, [(0, 1, 5), (8, 1, 2)]),
-        (12, [(20, 1, 1)]),
-    ]
+    assert ascending_runs(((5, 1, 5), (0, 1, 5), (8, 1, 2), (20, 1, 1))) == (
+        (slice(0, 5), ((5, 1, 5),)),
+        (slice(5, 12), ((0, 1, 5), (8, 1, 2))),
+        (slice(12, 13), ((20, 1, 1),)),
+    )
     for wrong in ([(0, 0, 4)], [(0, 1, -1)], [(0, 1, 10)], [(2**29, 1, 1)]):
         with pytest.raises(ValueError, match="q_at"):
             check_segments("q_at", wrong, 9)
