@@ -243,19 +243,20 @@ def block_backward(
 
 
 Place = tuple[Segments, Segments]  # where queries and keys stand
-_known: dict[Any, Place] = {}
+REMEMBERED = 4096  # checks that were passed; then memory is emptied
+_passed: dict[Any, Place] = {}
 
 
 def _once(key: Any, check: Callable[[], Place]) -> Place:
     """What the check returns, remembered by all that it looks at: a ring asks the same of other tensors again and again."""
     if torch.compiler.is_compiling():
         return check()
-    place = _known.get(key)
+    place = _passed.get(key)
     if place is None:
         place = check()
-        if len(_known) >= 4096:
-            _known.clear()
-        _known[key] = place
+        if len(_passed) >= REMEMBERED:
+            _passed.clear()
+        _passed[key] = place
     return place
 
 
