@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .block import Carry
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
 from .checks import check_mask, check_options, check_qkv, check_sinks
 from .mask import Bounds, Mask
-from .reference import Carry, accumulation_dtype
+from .reference import accumulation_dtype
 
 __all__ = ["BACKENDS", "attention"]
 

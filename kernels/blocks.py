@@ -238,8 +238,12 @@ def block_backward(
         dk.zero_()
         dv.zero_()
         accumulate = True
-    with _own_precision(q):
-        run.block_backward(block, gradients, accumulate)
+    if lse.numel():
+        with _own_precision(q):
+            run.block_backward(block, gradients, accumulate)
+    elif accumulate is not True:  # no queries, no gradients
+        dk.zero_()
+        dv.zero_()
 
 
 Place = tuple[Segments, Segments]  # where queries and keys stand
@@ -313,7 +317,9 @@ def block_options(
 ) -> tuple[float, float, float, Tensor | None]:
     """The options as a Block has them: checked, a scale, and a seed that lives where q does."""
     check_options(q, scale, softcap, dropout, seed, deterministic)
-    if dropout and isinstance(seed, int):
-        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return scale, float(softcap), float(dropout), seed if dropout else None  # type: ignore[return-value]
+    if not dropout:
+        return scale, float(softcap), 0.0, None
+    if not isinstance(seed, Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
+    return scale, float(softcap), float(dropout), seed

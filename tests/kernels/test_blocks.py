@@ -173,6 +173,17 @@ def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: s
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("accumulate", [True, False, "dq"])
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+def test_no_queries_give_no_gradients(backend: str, dtype: torch.dtype, accumulate: bool | str, device: str) -> None:
+    q, k, v, dout = inputs(dtype, device)
+    out, lse = block_forward(q[:, :0], k, v, None, [], whole(LENGTH), backend=backend)
+    dq, dk, dv = (torch.ones_like(x) for x in (q[:, :0], k, v))
+    at = [], whole(LENGTH)
+    block_backward(dout[:, :0], q[:, :0], k, v, lse, lse, None, *at, dq, dk, dv, backend=backend, accumulate=accumulate)
+    assert all((x == (accumulate is True)).all() for x in (dk, dv))
+
+
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=ON_HOPPER)])
 @pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 16])
 def test_carry_loses_no_accuracy_in_bf16(blocks: int, backend: str, device: str) -> None:
