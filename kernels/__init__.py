@@ -3,7 +3,8 @@
     from kernels import attention, Mask, linear_cross_entropy
 
 `mask` says who sees whom, `reference` what attention is, `chunked` and `triton_*` how it is computed, `attention` is the one
-operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round.
+operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round; `block` says what
+one is to a backend.
 """
 
 from .attention import attention

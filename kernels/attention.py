@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .block import Carry
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
 from .checks import check_mask, check_options, check_qkv, check_sinks
 from .mask import Bounds, Mask
-from .reference import Carry, accumulation_dtype
+from .reference import accumulation_dtype
 
 __all__ = ["BACKENDS", "attention"]
 
@@ -57,9 +58,9 @@ def attention(
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
-    out, lse = attention_forward(
-        q, k, v, *mask.bounds(q.device), sinks, seed, scale, float(softcap), float(dropout), deterministic, backend
-    )
+    left, right, padded, *tensors = mask.bounds(q.device)
+    numbers, factors = [left, right, int(padded), int(deterministic)], [scale, float(softcap), float(dropout)]
+    out, lse = attention_forward(q, k, v, *tensors, sinks, seed, numbers, factors, backend)
     return (out, lse) if return_lse else out
 
 
@@ -73,35 +74,35 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
+def _call(*given: Any) -> tuple[Mask, dict[str, Any]]:
+    """What an op's arguments mean: the mask, and the options of the block functions."""
+    starts, ends, prefix, seed, (left, right, padded, deterministic), (scale, softcap, dropout), backend = given
+    mask = Mask.from_bounds(Bounds(left, right, bool(padded), starts, ends, prefix))
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+    return mask, options | dict(deterministic=bool(deterministic))
+
+
 @torch.library.custom_op("ringspan::attention_forward", mutates_args=())
 def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: int,
-    right: int,
-    padded: bool,
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    softcap: float,
-    dropout: float,
-    deterministic: bool,
+    numbers: list[int],  # left, right, padded, deterministic
+    factors: list[float],  # scale, softcap, dropout
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    mask = Mask.from_bounds(Bounds(left, right, padded, starts, ends, prefix))
+    mask, options = _call(starts, ends, prefix, seed, numbers, factors, backend)
     carry = None if sinks is None else sink_carry(sinks, q)
-    options: dict[str, Any] = dict(
-        scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
-    )
     return block_forward(q, k, v, mask, carry=carry, **options)
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[-1])), lse
@@ -111,41 +112,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    left: int,
-    right: int,
-    padded: bool,
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    softcap: float,
-    dropout: float,
-    deterministic: bool,
+    numbers: list[int],
+    factors: list[float],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
-    mask = Mask.from_bounds(Bounds(left, right, padded, starts, ends, prefix))
+    mask, options = _call(starts, ends, prefix, seed, numbers, factors, backend)
     delta = output_delta(dout, out, dlse, backend=backend, mask=mask)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    options: dict[str, Any] = dict(
-        scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
-    )
     block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
 
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = rest[6]
+    sinks = given[3]
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
@@ -161,17 +154,17 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.left, ctx.right, ctx.padded, starts, ends, prefix, sinks, seed, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, starts, ends, prefix, sinks, seed)
+    *tensors, ctx.numbers, ctx.factors, ctx.backend = inputs
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, starts, ends, prefix, sinks, seed = ctx.saved_tensors
+    out, *rest = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    mask = ctx.left, ctx.right, ctx.padded, starts, ends, prefix
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *mask, sinks, seed, *ctx.options)
-    return dq, dk, dv, *[None] * 6, None if sinks is None else dsinks, *[None] * 6
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.backend)
+    *_, sinks, _ = rest
+    return dq, dk, dv, *[None] * 3, None if sinks is None else dsinks, *[None] * 4
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_save)

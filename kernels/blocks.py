@@ -13,6 +13,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -20,11 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_block, check_columns, check_like, check_mask, check_options, check_qkv
+from .block import Block, Carry, Gradients
+from .checks import (
+    check_address,
+    check_block,
+    check_gradients,
+    check_like,
+    check_mask,
+    check_mask_batch,
+    check_options,
+    check_qkv,
+)
 from .compat import chip, triton_runs_on
 from .mask import Mask
-from .reference import Carry, accumulation_dtype
-from .segments import Segment, check_segments, positions, whole
+from .reference import accumulation_dtype
+from .segments import Segment, Segments, check_segments, positions, whole
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
 MODULES = {
@@ -98,6 +109,7 @@ def _say_once(backend: str, reason: str) -> None:
     print(f"ringspan: attention runs on {backend}: {reason}", file=sys.stderr)
 
 
+@functools.cache
 def _module(backend: str, backward: bool) -> ModuleType:
     return importlib.import_module(f".{MODULES[backend][backward]}", __package__)
 
@@ -127,13 +139,23 @@ def block_forward(
     out has q's dtype after the `last` block and the carry's before. `into` names the tensors to write, which may be the
     carry's own: a tile of queries reads its rows before it writes them. `deterministic` is always true here.
     """
-    check_qkv(q, k, v)
-    mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
-    check_block(q, v, mask, carry, last, into)
+
+    def check() -> Place:
+        place = _place(q, k, v, q_at, k_at)
+        check_block(q, v, carry, last, into)
+        return place
+
+    at = _once((_forms((q, k, v)), _forms(carry), _forms(into), last, _segments(q_at), _segments(k_at)), check)
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    run = _module(choose_backend(backend, q, v, scale=options["scale"], dropout=dropout), backward=False)
-    with _own_precision(q):
-        return run.block_forward(q, k, v, mask, q_at, k_at, carry, last, head_start, into=into, **options)
+    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
+    if into is not None:
+        check_address("into's out", into[0])
+    run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
+    out, lse = into or new_outputs(q, v, last)
+    if lse.numel():
+        with _own_precision(q):
+            run.block_forward(block, carry, out, lse)
+    return out, lse
 
 
 def output_delta(
@@ -194,23 +216,21 @@ def block_backward(
     dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
     for sums in a fixed order, which all backends have but hopper, whose place triton then takes.
     """
-    check_qkv(q, k, v)
-    mask, q_at, k_at = _place(q, k, mask, q_at, k_at)
-    check_block(q, v, mask, None, True, None)
-    options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    acc, stats = accumulation_dtype(q.dtype), (q.shape[0], q.shape[2], q.shape[1])
-    check_like("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
-    check_like("lse", lse, stats, acc, q.device)
-    check_like("delta", delta, stats, acc, q.device)
-    for name, grad, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if grad.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
-        check_columns(name, grad)
-        if accumulate and grad.dtype != acc:
-            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
-    if accumulate not in (True, False, "dq"):
+    if not (isinstance(accumulate, bool) or accumulate == "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
-    chosen = choose_backend(backend, q, v, scale=options["scale"], dropout=dropout)
+    gradients = Gradients(dout, lse, delta, dq, dk, dv)
+
+    def check() -> Place:
+        place = _place(q, k, v, q_at, k_at)
+        check_gradients(q, k, v, gradients, accumulate)
+        return place
+
+    at = _once((_forms((q, k, v, *gradients)), accumulate, _segments(q_at), _segments(k_at)), check)
+    options = block_options(q, scale, softcap, dropout, seed, deterministic)
+    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
+    for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
+        check_address(name, gradient)
+    chosen = choose_backend(backend, q, v, scale=block.scale, dropout=dropout)
     if chosen == "hopper" and (obstacle := _hopper_backward_obstacle(q, v, deterministic)):
         chosen = _say("triton", f"hopper's backward {obstacle}")
     run = _module(chosen, backward=True)
@@ -218,39 +238,88 @@ def block_backward(
         dk.zero_()
         dv.zero_()
         accumulate = True
-    with _own_precision(q):
-        run.block_backward(
-            dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, head_start, accumulate=accumulate, **options
-        )
+    if lse.numel():
+        with _own_precision(q):
+            run.block_backward(block, gradients, accumulate)
+    elif accumulate is not True:  # no queries, no gradients
+        dk.zero_()
+        dv.zero_()
 
 
-def _place(
-    q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, k_at: list[Segment] | None
-) -> tuple[Mask, list[Segment], list[Segment]]:
-    mask = Mask() if mask is None else mask
+Place = tuple[Segments, Segments]  # where queries and keys stand
+REMEMBERED = 4096  # checks that were passed; then memory is emptied
+_passed: dict[Any, Place] = {}
+
+
+def _once(key: Any, check: Callable[[], Place]) -> Place:
+    """What the check returns, remembered by all that it looks at: a ring asks the same of other tensors again and again."""
+    if torch.compiler.is_compiling():
+        return check()
+    place = _passed.get(key)
+    if place is None:
+        place = check()
+        if len(_passed) >= REMEMBERED:
+            _passed.clear()
+        _passed[key] = place
+    return place
+
+
+def _forms(tensors: Iterable[Any] | None) -> Any:
+    """What the tensors are, but for their values and addresses; anything else by its type, which no check lets pass."""
+    if tensors is None:
+        return None
+    return tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors])
+
+
+def _segments(at: Iterable[Segment] | None) -> Any:
+    return None if at is None else tuple(map(tuple, at))
+
+
+def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Place:
+    check_qkv(q, k, v)
     if (q_at is None) != (k_at is None):
         raise ValueError("q_at and k_at are given together or not at all")
-    if not isinstance(mask, Mask) or q_at is None:
-        check_mask(q, k, mask)
     if q_at is None or k_at is None:
         q_at, k_at = whole(q.shape[1], k.shape[1] - q.shape[1]), whole(k.shape[1])
     q_at, k_at = check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
     if any(start < 0 for start, _, _ in k_at):
         raise ValueError(f"k_at={k_at}: keys stand at positions >= 0; queries before the first key may be negative")
-    return mask, q_at, k_at
+    return q_at, k_at
+
+
+def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None) -> Mask:
+    mask = Mask() if mask is None else mask
+    if not isinstance(mask, Mask) or q_at is None:
+        check_mask(q, k, mask)
+    else:
+        check_mask_batch(q, mask)
+    return mask
+
+
+def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    acc = accumulation_dtype(q.dtype)
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc)
+    return out, q.new_empty((batch, heads, rows), dtype=acc)
+
+
+_NOTHING = nullcontext()
 
 
 def _own_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast would lower our fp32 sums."""
-    return torch.autocast(x.device.type, enabled=False) if x.device.type != "meta" else nullcontext()
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if device != "meta" and torch.is_autocast_enabled(device) else _NOTHING
 
 
 def block_options(
     q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None, deterministic: bool
-) -> dict[str, Any]:
-    """The options as backends take them: checked, a scale, and a seed that lives where q does."""
+) -> tuple[float, float, float, Tensor | None]:
+    """The options as a Block has them: checked, a scale, and a seed that lives where q does."""
     check_options(q, scale, softcap, dropout, seed, deterministic)
-    if dropout and isinstance(seed, int):
-        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return dict(scale=scale, softcap=float(softcap), dropout=float(dropout), seed=seed if dropout else None)
+    if not dropout:
+        return scale, float(softcap), 0.0, None
+    if not isinstance(seed, Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
+    return scale, float(softcap), float(dropout), seed

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from .block import Carry, Gradients
 from .mask import Mask
-from .reference import Carry, accumulation_dtype
+from .reference import accumulation_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,8 +105,7 @@ def check_sinks(q: Tensor, sinks: Tensor) -> None:
         raise ValueError(f"sinks are on {sinks.device}, but q is on {q.device}: move them with .to(device)")
 
 
-def check_block(q: Tensor, v: Tensor, mask: Mask, carry: Carry | None, last: bool, into: tuple[Tensor, Tensor] | None) -> None:
-    check_mask_batch(q, mask)
+def check_block(q: Tensor, v: Tensor, carry: Carry | None, last: bool, into: tuple[Tensor, Tensor] | None) -> None:
     acc = accumulation_dtype(q.dtype)
     batch, rows, heads, _ = q.shape
     shapes = (batch, rows, heads, v.shape[3]), (batch, heads, rows)
@@ -122,10 +122,26 @@ def check_block(q: Tensor, v: Tensor, mask: Mask, carry: Carry | None, last: boo
         check_columns("into's out", into[0])
 
 
+def check_gradients(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, accumulate: bool | str) -> None:
+    acc, stats = accumulation_dtype(q.dtype), (q.shape[0], q.shape[2], q.shape[1])
+    check_like("dout", gradients.dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    check_like("lse", gradients.lse, stats, acc, q.device)
+    check_like("delta", gradients.delta, stats, acc, q.device)
+    for name, grad, like in (("dq", gradients.dq, q), ("dk", gradients.dk, k), ("dv", gradients.dv, v)):
+        if grad.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
+        check_columns(name, grad)
+        if accumulate and grad.dtype != acc:
+            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
+
+
 def check_columns(name: str, written: Tensor) -> None:
     even = all(stride % 8 == 0 for stride, n in zip(written.stride()[:-1], written.shape[:-1], strict=True) if n > 1)
     if written.numel() and not (written.stride(-1) == 1 and even):
         raise ValueError(f"{name} has strides {written.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
+
+
+def check_address(name: str, written: Tensor) -> None:
     if written.is_cuda and written.data_ptr() % 16:
         raise ValueError(
             f"{name} begins at an address that 16 does not divide: slice it at a multiple of 8 elements, or copy it"

@@ -10,91 +10,57 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .mask import Mask
-from .reference import INF, Carry, Tile, new_outputs
-from .segments import Segment, num_rows, positions
+from .block import Block, Carry, Gradients
+from .reference import INF, Tile
+from .segments import num_rows, positions
 
 Q_CHUNK, K_CHUNK = 256, 512  # rows per chunk: a tile of scores that stays near the cores; a GPU wants them larger
 GPU_FACTOR = 4
 
 
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None = None,
-    last: bool = True,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, lse = into or new_outputs(q, v, last)
+def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
+    q, k, v = block.q, block.k, block.v
     carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
-    q_positions, k_positions = positions(q_at, q.device), positions(k_at, q.device)
-    for rows, key_chunks in _walk(mask, q_at, k_at, len(q), GPU_FACTOR if q.is_cuda else 1):
+    q_positions, k_positions = positions(block.q_at, q.device), positions(block.k_at, q.device)
+    for rows, key_chunks in _walk(block):
         acc = lse.new_zeros((len(q), rows.stop - rows.start, *out.shape[2:])) if carry_out is None else carry_out[:, rows]
         stats = carry_lse[:, :, rows]
         for keys in key_chunks:
-            tile = Tile(mask, q_positions[rows], k_positions[keys], head_start, scale, softcap, dropout, seed)
+            tile = Tile(block, q_positions[rows], k_positions[keys])
             acc, stats = tile.forward(q[:, rows], k[:, keys], v[:, keys], acc, stats)
         out[:, rows], lse[:, :, rows] = acc, stats
-    n = num_rows(q_at)
+    n = num_rows(block.q_at)
     out[:, n:], lse[:, :, n:] = 0, -INF
-    return out, lse
 
 
-def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    accumulate: bool = True,
-) -> None:
+def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
+    q, k, v = block.q, block.k, block.v
+    dout, lse, delta, *grads = gradients
     # Many tiles add to one row of dk, so the sums must run in the accumulation dtype even if the result is bf16.
-    totals = [g.to(lse.dtype) if accumulate else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]
-    q_positions, k_positions = positions(q_at, q.device), positions(k_at, q.device)
-    for rows, key_chunks in _walk(mask, q_at, k_at, len(q), GPU_FACTOR if q.is_cuda else 1):
+    totals = [g.to(lse.dtype) if accumulate else torch.zeros_like(g, dtype=lse.dtype) for g in grads]
+    q_positions, k_positions = positions(block.q_at, q.device), positions(block.k_at, q.device)
+    for rows, key_chunks in _walk(block):
         for keys in key_chunks:
-            tile = Tile(mask, q_positions[rows], k_positions[keys], head_start, scale, softcap, dropout, seed)
+            tile = Tile(block, q_positions[rows], k_positions[keys])
             parts = tile.backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows])
             for total, part, at in zip(totals, parts, (rows, keys, keys), strict=True):
                 total[:, at] += part
-    for given, total in zip((dq, dk, dv), totals, strict=True):
+    for given, total in zip(grads, totals, strict=True):
         if total is not given:
             given.copy_(total)
 
 
-def _walk(mask: Mask, q_at: list[Segment], k_at: list[Segment], batch: int, factor: int) -> Iterator[tuple[slice, list[slice]]]:
+def _walk(block: Block) -> Iterator[tuple[slice, list[slice]]]:
     """Each chunk of query rows with the chunks of key rows that its first and last row can reach.
 
     The bounds are read on the CPU, from the coarse mask, so that a GPU is never waited for.
     """
-    if batch == 0:
+    if len(block.q) == 0:
         return  # nothing to bound, nothing to do
+    factor = GPU_FACTOR if block.q.is_cuda else 1
     q_chunk, k_chunk = Q_CHUNK * factor, K_CHUNK * factor
-    q_positions, k_positions = positions(q_at), positions(k_at)
-    lo, hi = mask.coarse().interval(q_positions)
+    q_positions, k_positions = positions(block.q_at), positions(block.k_at)
+    lo, hi = block.mask.coarse().interval(q_positions)
     key_chunks = [slice(at, min(at + k_chunk, len(k_positions))) for at in range(0, len(k_positions), k_chunk)]
     spans = [(keys, *(int(p) for p in torch.aminmax(k_positions[keys]))) for keys in key_chunks]
     for at in range(0, len(q_positions), q_chunk):

@@ -8,10 +8,8 @@ portable kernel's.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .block import Block, Gradients
 from .compat import tma_add, tma_load
 from .hopper_common import (
     barriers,
@@ -35,20 +34,16 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .mask import Mask
-from .segments import Segment, num_rows
 from .triton_backward import add_up
 from .triton_common import (
     EVERYWHERE,
     LOG2E,
     Launch,
-    at_argument,
     exponents,
-    mask_argument,
-    option_arguments,
     position,
     queries_of,
     row_count,
+    rule_arguments,
     tile_range,
 )
 
@@ -276,82 +271,47 @@ def write(
 ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
 
 
-def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    accumulate: bool | str = True,
-) -> None:
-    dout, q = (fetchable(without_padding(x, mask, q_at)) for x in (dout, q))
-    k, v = (fetchable(without_padding(x, mask, k_at)) for x in (k, v))
-    options = option_arguments(head_start, scale, softcap, dropout, seed)
-    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=lse.dtype)  # the TMA adds, and in fp32
-    add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq_sum, dk, dv, options, accumulate or "dq", launches)
+def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
+    dout, q = (fetchable(without_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
+    k, v = (fetchable(without_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
+    dq = gradients.dq
+    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)  # the TMA adds, and in fp32
+    add_up(block.read_from(q, k, v), gradients._replace(dout=dout, dq=dq_sum), accumulate or "dq", launches)
     if dq_sum is not dq:
         dq.copy_(dq_sum)
 
 
-def launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    options: dict[str, Any],
-    add: bool | str,
-) -> Iterator[Launch]:
-    batch, _, heads, width = q.shape
-    kv_heads, v_width = v.shape[2:]
-    if batch == 0:
-        return
+def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
+    q, k, v = block.q, block.k, block.v
+    dout, lse, delta, dq, dk, dv = gradients
+    batch, q_rows, heads, width = q.shape
+    _, k_rows, kv_heads, v_width = v.shape
     tiles = tiles_for("backward", q, v)
     block_m, block_d, block_dv = tiles["BLOCK_M"], tiles["BLOCK_D"], tiles["BLOCK_DV"]
-    q_rows, k_rows = num_rows(q_at), num_rows(k_at)
-    tensors = dict(lse=lse, delta=delta, dk=dk, dv=dv)
-    num_tiles = -(-k_rows // 128)
+    num_tiles, num_sequences, group = -(-k_rows // 128), batch * kv_heads, heads // kv_heads
     arguments = dict(
         dout=descriptor(dout, q_rows, block_m, block_dv),
         q=descriptor(q, q_rows, block_m, block_d),
         k=descriptor(k, k_rows, 128, block_d),
         v=descriptor(v, k_rows, 128, block_dv),
         dq=descriptor(dq, q_rows, 64, block_d // 2 if tiles["SHARE"] == "columns" else block_d),
-        **tensors,
-        **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
-        mask=mask_argument(mask, q.device),
-        q_at=at_argument(q_at),
-        k_at=at_argument(k_at),
+        lse=lse,
+        delta=delta,
+        dk=dk,
+        dv=dv,
+        lse_strides=lse.stride(),
+        delta_strides=delta.stride(),
+        dk_strides=dk.stride()[:3],
+        dv_strides=dv.stride()[:3],
         num_tiles=num_tiles,
-        num_sequences=batch * kv_heads,
+        num_sequences=num_sequences,
         num_heads=kv_heads,
-        together=min(batch * kv_heads, heads_together(q_rows * (heads // kv_heads) * (2 * q.element_size() + 4) * width, 1)),
-        scale=options["scale"],
-        softcap=options["softcap"],
+        together=min(num_sequences, heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)),
         D=width,
         DV=v_width,
-        GROUP=heads // kv_heads,
-        ADD=add is True,
+        GROUP=group,
+        ADD=accumulate is True,
+        **rule_arguments(block),
         **tiles,
     )
-    yield Launch(attention_backward, (num_tiles * batch * kv_heads,), arguments)
+    yield Launch(attention_backward, (num_tiles * num_sequences,), arguments)

@@ -1,6 +1,7 @@
 """What the Hopper kernels are made of: barriers, the queue of tiles, tensors as the TMA reads them and what it must not."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .mask import Mask
-from .segments import Segment, positions
+from .segments import Segments, positions
 from .triton_common import aligned, keys_of, position, row_count, split_tile, tile_range
 
 CACHE = (
@@ -101,26 +102,35 @@ def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     return b, h, tile * ROWS, begin, full, rest, end
 
 
-def shared_layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
-
-
 def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor:
     """(B, S, H, D) as (batch, head, row, column). Rows from `rows` on, and columns from D on, are read as zeros."""
-    batch, _, heads, width = x.shape
+    assert x.data_ptr() % 16 == 0, "the TMA reads from multiples of 16 bytes"
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__ = _described(x.shape, x.stride(), x.dtype, rows, block_rows, block_columns) | {"base": x}
+    return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, block_rows: int, block_columns: int
+) -> dict[str, Any]:
+    """A descriptor's fields but for its tensor. Triton's checks of them take long, and say the same of all tensors alike."""
+    batch, _, heads, width = shape
     # the stride of a dimension of size 1 can be anything, which the TMA would not take
-    strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
+    strides = [stride[dim] if shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
+    like = torch.empty(0, dtype=dtype, device="meta")
     block = [1, 1, block_rows, block_columns]
-    return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], block, shared_layout(x.dtype))
+    return vars(TensorDescriptor(like, [batch, heads, rows, width], [*strides, 1], block, layout))
 
 
 def fetchable(x: Tensor) -> Tensor:
     """The tensor, or a copy that the TMA can read: rows of 16 bytes and more, nothing expanded."""
     x = aligned(x)
-    return x.contiguous() if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)) else x
+    return x.contiguous() if 0 in x.stride() else x
 
 
-def without_padding(x: Tensor, mask: Mask, at: list[Segment]) -> Tensor:
+def without_padding(x: Tensor, mask: Mask, at: Segments) -> Tensor:
     """x with zeros where documents have padding, whose memory may hold NaN: the TMA reads whole tiles, and 0 · NaN is NaN."""
     if not mask.has_padding:
         return x

@@ -9,8 +9,6 @@ nobody has (`taken` counts), so programs end together whatever the mask; the nex
 tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .block import Block, Carry
 from .compat import tma_load, tma_store
 from .hopper_common import (
     WARPGROUP_ROWS,
@@ -40,20 +39,15 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .mask import Mask
-from .reference import Carry, new_outputs
-from .segments import Segment, num_rows
 from .triton_common import (
     LN2,
     LOG2E,
     Launch,
-    at_argument,
     exponents,
     keys_of,
-    mask_argument,
-    option_arguments,
     position,
     row_count,
+    rule_arguments,
 )
 from .triton_forward import forward_launches
 
@@ -299,73 +293,43 @@ def softmax(
     return p, m_new, total, shrink
 
 
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None = None,
-    last: bool = True,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, lse = into or new_outputs(q, v, last)
-    if out.numel() == 0 and lse.numel() == 0:
-        return out, lse
-    q, k, v = fetchable(q), fetchable(k), fetchable(without_padding(v, mask, k_at))
-    options = option_arguments(head_start, scale, softcap, dropout, seed)
-    for call in forward_launches(q, k, v, mask, q_at, k_at, carry, out, lse, options, launch):
+def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
+    v = without_padding(block.v, block.mask, block.k_at)
+    block = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
+    for call in forward_launches(block, carry, out, lse, launch):
         call()
-    return out, lse
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None,
-    out: Tensor,
-    lse: Tensor,
-    options: dict[str, Any],
-) -> Launch:
-    batch, rows, heads, width = q.shape
+def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
+    q, k, v = block.q, block.k, block.v
+    batch, q_rows, heads, width = q.shape
+    _, k_rows, kv_heads, v_width = v.shape
+    carry_out, carry_lse = carry or (None, None)
     tiles = tiles_for("forward", q, v)
     block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
-    carry_out, carry_lse = carry or (None, None)
-    written = dict(out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     staged = tiles.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
-    num_tiles = -(-rows // (WARPGROUP_ROWS * tiles["CONSUMERS"]))
+    num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * tiles["CONSUMERS"])), batch * heads, heads // kv_heads
     arguments = dict(
-        q=descriptor(q, num_rows(q_at), WARPGROUP_ROWS, block_d),
-        k=descriptor(k, num_rows(k_at), block_n, block_d),
-        v=descriptor(v, num_rows(k_at), block_n, block_dv),
-        **written | (dict(out=descriptor(out, num_rows(q_at), WARPGROUP_ROWS, block_dv)) if staged else {}),
-        **{f"{name}_strides": None if x is None else x.stride()[:3] for name, x in written.items()},
-        mask=mask_argument(mask, q.device),
-        q_at=at_argument(q_at),
-        k_at=at_argument(k_at),
+        q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
+        k=descriptor(k, k_rows, block_n, block_d),
+        v=descriptor(v, k_rows, block_n, block_dv),
+        out=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else out,
+        lse=lse,
+        carry_out=carry_out,
+        carry_lse=carry_lse,
+        out_strides=out.stride()[:3],
+        lse_strides=lse.stride(),
+        carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
+        carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
         taken=torch.zeros((), dtype=torch.int32, device=q.device),
         num_tiles=num_tiles,
-        num_sequences=batch * heads,
+        num_sequences=num_sequences,
         num_heads=heads,
-        group=heads // k.shape[2],
-        together=min(
-            batch * heads, heads_together(num_rows(k_at) * (width + v.shape[-1]) * k.element_size(), heads // k.shape[2])
-        ),
-        scale=options["scale"],
-        softcap=options["softcap"],
-        DV=v.shape[-1],
+        group=group,
+        together=min(num_sequences, heads_together(k_rows * (width + v_width) * k.element_size(), group)),
+        DV=v_width,
         STAGED=staged,
+        **rule_arguments(block),
         **tiles,
     )
-    return Launch(attention_forward, (min(num_programs(q.device), num_tiles * batch * heads),), arguments)
+    return Launch(attention_forward, (min(num_programs(q.device), num_tiles * num_sequences),), arguments)

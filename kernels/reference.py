@@ -15,103 +15,46 @@ ds = p (dp - δ). All products are in fp32, fp64 for fp64 inputs. Memory is O(S 
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .block import Block, Carry, Gradients
 from .philox import keep_mask
-from .segments import Segment, num_rows, positions
+from .segments import num_rows, positions
 
 INF = float("inf")
-Carry = tuple[Tensor | None, Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def block_forward(
-    q: Tensor,  # (B, S, Hq, D)
-    k: Tensor,  # (B, Sk, Hkv, D)
-    v: Tensor,  # (B, Sk, Hkv, Dv)
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None = None,
-    last: bool = True,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out (B, S, Hq, Dv) and lse (B, Hq, S) of the carry and this block; out in q's dtype after the last block."""
-    out, lse = into or new_outputs(q, v, last)
-    tile = Tile(mask, positions(q_at, q.device), positions(k_at, q.device), head_start, scale, softcap, dropout, seed)
-    n, m = num_rows(q_at), num_rows(k_at)
+def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
+    tile = Tile(block, positions(block.q_at, block.q.device), positions(block.k_at, block.q.device))
+    n, m = num_rows(block.q_at), num_rows(block.k_at)
     carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
-    acc, stats = tile.forward(
-        q[:, :n], k[:, :m], v[:, :m], None if carry_out is None else carry_out[:, :n], carry_lse[:, :, :n]
-    )
+    carry_out = None if carry_out is None else carry_out[:, :n]
+    acc, stats = tile.forward(block.q[:, :n], block.k[:, :m], block.v[:, :m], carry_out, carry_lse[:, :, :n])
     out[:, :n], lse[:, :, :n] = acc, stats
     out[:, n:], lse[:, :, n:] = 0, -INF
-    return out, lse
 
 
-def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,  # (B, Hq, S), from output_delta
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    accumulate: bool = True,
-) -> None:
-    """Adds this block's part to dq, dk and dv; without `accumulate` it overwrites them."""
-    tile = Tile(mask, positions(q_at, q.device), positions(k_at, q.device), head_start, scale, softcap, dropout, seed)
-    n, m = num_rows(q_at), num_rows(k_at)
-    parts = tile.backward(dout[:, :n], q[:, :n], k[:, :m], v[:, :m], lse[:, :, :n], delta[:, :, :n])
-    for total, part in zip((dq, dk, dv), parts, strict=True):
+def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
+    tile = Tile(block, positions(block.q_at, block.q.device), positions(block.k_at, block.q.device))
+    n, m = num_rows(block.q_at), num_rows(block.k_at)
+    dout, lse, delta, *totals = gradients
+    parts = tile.backward(dout[:, :n], block.q[:, :n], block.k[:, :m], block.v[:, :m], lse[:, :, :n], delta[:, :, :n])
+    for total, part in zip(totals, parts, strict=True):
         if not accumulate:
             total.zero_()
         total[:, : part.shape[1]] += part
 
 
-def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-    acc = accumulation_dtype(q.dtype)
-    batch, rows, heads, _ = q.shape
-    out = q.new_empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc)
-    return out, q.new_empty((batch, heads, rows), dtype=acc)
-
-
 class Tile:
     """The two formulas for one tile of queries and keys. Shapes: i queries, j keys, k key heads, g query heads of each."""
 
-    def __init__(
-        self,
-        mask: Mask,
-        q_positions: Tensor,
-        k_positions: Tensor,
-        head_start: int,
-        scale: float,
-        softcap: float,
-        dropout: float,
-        seed: Tensor | None,
-    ) -> None:
-        self.visible = mask.visible(q_positions, k_positions)[:, None, None]  # (B or 1, 1, 1, i, j)
-        self.q_positions, self.k_positions, self.head_start = q_positions, k_positions, head_start
-        self.scale, self.softcap, self.dropout, self.seed = scale, softcap, dropout, seed
+    def __init__(self, block: Block, q_positions: Tensor, k_positions: Tensor) -> None:
+        """The block's rules at these positions; its tensors are left to the caller, who may cut them."""
+        self.visible = block.mask.visible(q_positions, k_positions)[:, None, None]  # (B or 1, 1, 1, i, j)
+        self.q_positions, self.k_positions, self.head_start = q_positions, k_positions, block.head_start
+        self.scale, self.softcap, self.dropout, self.seed = block.scale, block.softcap, block.dropout, block.seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, carry_out: Tensor | None, carry_lse: Tensor) -> tuple[Tensor, Tensor]:
         if k.shape[1] == 0:  # no keys: the carry as it is

@@ -8,10 +8,15 @@ Kernels take two ascending segments at most, because then positions ascend with 
 an interval of rows. `ascending_runs` cuts any other list into pieces of that kind.
 """
 
+import functools
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 Segment = tuple[int, int, int]
+Segments = tuple[Segment, ...]  # checked, and fit to be the key of a cache
+Run = tuple[slice, Segments]  # rows, and at most two segments whose positions ascend
 POSITION_LIMIT = 2**29  # kernels compute positions in int32, and sums of three of them must not overflow
 
 
@@ -20,7 +25,7 @@ def whole(length: int, start: int = 0) -> list[Segment]:
     return [(start, 1, length)]
 
 
-def check_segments(name: str, segments: list[Segment], rows: int) -> list[Segment]:
+def check_segments(name: str, segments: Iterable[Segment], rows: int) -> Segments:
     """The same segments without empty ones; neighbours that continue each other become one."""
     merged: list[Segment] = []
     for start, step, count in segments:
@@ -36,31 +41,32 @@ def check_segments(name: str, segments: list[Segment], rows: int) -> list[Segmen
             merged.append((start, step, count))
     if num_rows(merged) > rows:
         raise ValueError(f"{name} describes {num_rows(merged)} rows, the tensor has {rows}: shorten the segments")
-    return merged
+    return tuple(merged)
 
 
-def num_rows(segments: list[Segment]) -> int:
+def num_rows(segments: Sequence[Segment]) -> int:
     return sum(count for _, _, count in segments)
 
 
-def positions(segments: list[Segment], device: torch.device | str = "cpu") -> Tensor:
+def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Tensor:
     """(num_rows,) int64: the global position of each row."""
     parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def ascending_runs(segments: list[Segment]) -> list[tuple[int, list[Segment]]]:
-    """[(first row, at most two segments whose positions ascend), …], in row order, covering all rows."""
-    runs: list[tuple[int, list[Segment]]] = []
+@functools.lru_cache(maxsize=4096)
+def ascending_runs(segments: Segments) -> tuple[Run, ...]:
+    """In row order, covering all rows."""
+    runs: list[Run] = []
     row = 0
     for segment in segments:
         start, _, count = segment
         if runs and len(runs[-1][1]) == 1:
-            before_start, before_step, before_count = runs[-1][1][0]
-            if before_start + before_step * (before_count - 1) < start:
-                runs[-1][1].append(segment)
+            rows, (before,) = runs[-1]
+            if before[0] + before[1] * (before[2] - 1) < start:
+                runs[-1] = slice(rows.start, row + count), (before, segment)
                 row += count
                 continue
-        runs.append((row, [segment]))
+        runs.append((slice(row, row + count), (segment,)))
         row += count
-    return runs
+    return tuple(runs)

@@ -6,6 +6,7 @@ seven products instead of the five of a single pass, but nothing is added by ato
 dq needs no fp32 buffer that every tile of keys reads and writes again. Masks are intervals both ways (mask.py).
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,32 +15,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mask import Mask
-from .segments import Segment, ascending_runs, num_rows
+from .block import Block, Gradients
+from .segments import ascending_runs
 from .triton_common import (
     LOG2E,
     Launch,
     aligned,
-    at_argument,
+    drop_argument,
     exponents,
     head_offset,
     kept,
     keys_of,
     load_rows,
     load_tile,
-    mask_argument,
     on_device_of,
-    option_arguments,
     position,
     quads,
     queries_of,
     row_count,
     rows_of,
+    rule_arguments,
     split_tile,
     store_tile,
     tile_range,
 )
 from .triton_tiles import tiles_for
+
+Launches = Callable[[Block, Gradients, bool | str], Iterator[Launch]]  # of a block that kernels take as it stands
 
 
 @triton.jit
@@ -243,137 +245,67 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
 ADDS_DQ_ALONE = True  # accumulate="dq" is a choice of each kernel
 
 
-def block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    accumulate: bool | str = True,
-) -> None:
-    dout, q, k, v = (aligned(x) for x in (dout, q, k, v))
-    options = option_arguments(head_start, scale, softcap, dropout, seed)
-    add_up(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, options, accumulate, _launches)
+def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
+    block = block.read_from(aligned(block.q), aligned(block.k), aligned(block.v))
+    add_up(block, gradients._replace(dout=aligned(gradients.dout)), accumulate, _launches)
 
 
-def add_up(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    options: dict[str, Any],
-    accumulate: bool | str,
-    launches: Callable[..., Iterator[Launch]],
-) -> None:
+def add_up(block: Block, gradients: Gradients, accumulate: bool | str, launches: Launches) -> None:
     """Runs all launches, with fp32 sums behind gradients in 16 bits that take more than one."""
-    pieces = len(ascending_runs(q_at)) * len(ascending_runs(k_at))
-    totals = [g if pieces == 1 or g.dtype == lse.dtype else torch.zeros_like(g, dtype=lse.dtype) for g in (dq, dk, dv)]
-    for call in backward_launches(dout, q, k, v, lse, delta, mask, q_at, k_at, *totals, options, accumulate, launches):
+    pieces = len(ascending_runs(block.q_at)) * len(ascending_runs(block.k_at))
+    dout, lse, delta, *given = gradients
+    totals = [g if pieces == 1 or g.dtype == lse.dtype else torch.zeros_like(g, dtype=lse.dtype) for g in given]
+    for call in backward_launches(block, Gradients(dout, lse, delta, *totals), accumulate, launches):
         call()
-    for given, total in zip((dq, dk, dv), totals, strict=True):
-        if total is not given:
-            given.copy_(total)
+    for gradient, total in zip(given, totals, strict=True):
+        if total is not gradient:
+            gradient.copy_(total)
 
 
 def backward_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    options: dict[str, Any],
-    accumulate: bool | str,
-    launches: Callable[..., Iterator[Launch]] | None = None,
+    block: Block, gradients: Gradients, accumulate: bool | str, launches: Launches | None = None
 ) -> Iterator[Launch]:
     """Two launches; for lists of more segments than a kernel takes, two for each pair of runs, added up in fp32."""
-    q_runs, k_runs = ascending_runs(q_at), ascending_runs(k_at)
-    whole = num_rows(q_at) == q.shape[1] and num_rows(k_at) == k.shape[1]
-    single = len(q_runs) == len(k_runs) == 1 and whole
-    if accumulate is not True and not single:  # overwrite once, then add
-        for total in (dk, dv) if accumulate == "dq" else (dq, dk, dv):
+    launches = launches or _launches
+    if block.is_one_run:
+        yield from launches(block, gradients, accumulate)
+        return
+    if accumulate is not True:  # overwrite once, then add
+        for total in gradients[4:] if accumulate == "dq" else gradients[3:]:
             total.zero_()
-    for q_first, q_run in q_runs:
-        rows = slice(q_first, q_first + num_rows(q_run))
-        for k_first, k_run in k_runs:
-            keys = slice(k_first, k_first + num_rows(k_run))
-            sliced = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
-            yield from (launches or _launches)(
-                *sliced, mask, q_run, k_run, dq[:, rows], dk[:, keys], dv[:, keys], options, accumulate if single else True
-            )
+    for queries, keys in itertools.product(ascending_runs(block.q_at), ascending_runs(block.k_at)):
+        yield from launches(block.part(queries, keys), gradients.part(queries[0], keys[0]), True)
 
 
-def _launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    options: dict[str, Any],
-    add: bool | str,
-) -> Iterator[Launch]:
-    batch, q_rows, heads, width = q.shape
-    k_rows, kv_heads = k.shape[1:3]
-    extras = bool(options["drop"] or options["softcap"])
+def _launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
+    batch, q_rows, heads, width = block.q.shape
+    k_rows, kv_heads = block.k.shape[1:3]
+    dout, lse, delta, dq, dk, dv = gradients
+    extras = bool(block.dropout or block.softcap)
 
     def launch(
-        kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, block: int, add: bool
+        kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, rows_a_tile: int, add: bool
     ) -> Launch:
-        tensors = dict(dout=dout, q=q, k=k, v=v, lse=lse, delta=delta) | grads
+        tensors = dict(dout=dout, q=block.q, k=block.k, v=block.v, lse=lse, delta=delta) | grads
         arguments = dict(
             **tensors,
             **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
-            **options,
+            **rule_arguments(block),
             **tiles,
-            mask=mask_argument(mask, q.device),
-            q_at=at_argument(q_at),
-            k_at=at_argument(k_at),
+            drop=drop_argument(block),
+            PRESCALED=block.scale <= 0,
             rows=rows,
             num_sequences=batch * heads,
             num_heads=heads,
             D=width,
-            DV=v.shape[-1],
-            QUADS=quads(k_at, tiles["BLOCK_N"]),
-            GROUP=q.shape[2] // kv_heads,
+            DV=block.v.shape[-1],
+            QUADS=quads(block.k_at, tiles["BLOCK_N"]),
+            GROUP=block.q.shape[2] // kv_heads,
             ADD=add,
         )
-        return Launch(kernel, (-(-rows // block) * batch * heads,), arguments)
+        return Launch(kernel, (-(-rows // rows_a_tile) * batch * heads,), arguments)
 
-    tiles = tiles_for("dq", q, v, extras)
-    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"], add is not False)
-    tiles = tiles_for("dkdv", q, v, extras)
-    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"], add is True)
+    tiles = tiles_for("dq", block.q, block.v, extras)
+    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"], accumulate is not False)
+    tiles = tiles_for("dkdv", block.q, block.v, extras)
+    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"], accumulate is True)

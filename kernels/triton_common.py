@@ -8,6 +8,7 @@ Kernels take their long lists as tuples; an element that is None costs nothing, 
     *_strides = of batch, row and head; columns are consecutive
 """
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .block import Block
 from .mask import SENTINEL, Mask
 from .philox import keep_tile, threshold
-from .segments import Segment
+from .segments import Segments
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -224,7 +226,18 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
 
 
-def at_argument(segments: list[Segment]) -> tuple[int | None, ...]:
+def rule_arguments(block: Block) -> dict[str, Any]:
+    """What every kernel takes of a block beside its tensors."""
+    return dict(
+        mask=mask_argument(block.mask, block.q.device),
+        q_at=at_argument(block.q_at),
+        k_at=at_argument(block.k_at),
+        scale=block.scale,
+        softcap=block.softcap or None,
+    )
+
+
+def at_argument(segments: Segments) -> tuple[int | None, ...]:
     assert 1 <= len(segments) <= 2
     return (*segments[0], *(segments[1] if len(segments) == 2 else (None, None, None)))
 
@@ -243,10 +256,11 @@ def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None
     )
 
 
-def option_arguments(head_start: int, scale: float, softcap: float, dropout: float, seed: Tensor | None) -> dict[str, Any]:
-    seed = None if seed is None else seed.contiguous()  # an expanded one would have the stride of a single one
-    drop = None if seed is None else (seed, batch_stride(seed, 1), 1 - dropout, threshold(dropout), head_start)
-    return dict(scale=scale, softcap=softcap or None, drop=drop, PRESCALED=scale <= 0)
+def drop_argument(block: Block) -> tuple[Any, ...] | None:
+    if block.seed is None:
+        return None
+    seed = block.seed.contiguous()  # an expanded one would have the stride of a single one
+    return seed, batch_stride(seed, 1), 1 - block.dropout, threshold(block.dropout), block.head_start
 
 
 def batch_stride(tensor: Tensor, dims: int) -> int:
@@ -260,11 +274,16 @@ def aligned(tensor: Tensor) -> Tensor:
     Triton knows of a stride only whether it is a multiple of 16, so kernels are told of the 8. Otherwise they would load
     element by element, which is slow, and which Triton 3.6 gets wrong on sm_90 (seen with D 248, Dv 24).
     """
-    even = all(stride % ALIGN.value == 0 for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1)
-    ready = tensor.stride(-1) == 1 and even and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
+    ready = even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
     return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def quads(k_at: list[Segment], block: int) -> bool:
+@functools.lru_cache(maxsize=4096)
+def even_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    even = all(stride % ALIGN.value == 0 for stride, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
+    return even and strides[-1] == 1
+
+
+def quads(k_at: Segments, block: int) -> bool:
     """Whether every tile of keys is consecutive and starts at a multiple of 4 (see philox.keep_tile)."""
     return all(step == 1 and start % 4 == 0 for start, step, _ in k_at) and (len(k_at) == 1 or k_at[0][2] % block == 0)

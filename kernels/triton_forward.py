@@ -7,33 +7,31 @@ most under a causal mask, start first so that the grid's tail is short.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mask import Mask
-from .reference import INF, Carry, new_outputs
-from .segments import Segment, ascending_runs, num_rows
+from .block import Block, Carry
+from .reference import INF
+from .segments import ascending_runs, num_rows
 from .triton_common import (
     LN2,
     LOG2E,
     Launch,
     aligned,
-    at_argument,
+    drop_argument,
     exponents,
     head_offset,
     kept,
     keys_of,
     load_tile,
-    mask_argument,
-    option_arguments,
     position,
     quads,
     row_count,
     rows_of,
+    rule_arguments,
     split_tile,
     store_tile,
     tile_range,
@@ -148,103 +146,59 @@ def attend(
     return acc, m_new, total
 
 
-def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None = None,
-    last: bool = True,
-    head_start: int = 0,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, lse = into or new_outputs(q, v, last)
-    if out.numel() == 0 and lse.numel() == 0:
-        return out, lse
-    q, k, v = aligned(q), aligned(k), aligned(v)
+def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
+    block = block.read_from(aligned(block.q), aligned(block.k), aligned(block.v))
     if carry is not None and carry[0] is not None:
         carry = aligned(carry[0]), carry[1]
-    options = option_arguments(head_start, scale, softcap, dropout, seed)
-    for call in forward_launches(q, k, v, mask, q_at, k_at, carry, out, lse, options):
+    for call in forward_launches(block, carry, out, lse):
         call()
-    return out, lse
 
 
 def forward_launches(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None,
-    out: Tensor,
-    lse: Tensor,
-    options: dict[str, Any],
-    launch: Callable[..., Launch] | None = None,
+    block: Block, carry: Carry | None, out: Tensor, lse: Tensor, launch: Callable[..., Launch] | None = None
 ) -> Iterator[Launch]:
     """One launch, unless a list has more segments than a kernel takes: then queries split and keys carry on."""
     launch = launch or _launch
-    n = num_rows(q_at)
-    carry_out, carry_lse = carry or (None, None)
-    if n < q.shape[1]:
-        out[:, n:], lse[:, :, n:] = 0, -INF
-    if n == 0:
+    if block.is_one_run:
+        yield launch(block, carry, out, lse)
         return
-    if num_rows(k_at) == 0:
+    n = num_rows(block.q_at)
+    carry_out, carry_lse = carry or (None, None)
+    out[:, n:], lse[:, :, n:] = 0, -INF
+    if not block.k_at:
         out[:, :n] = 0 if carry_out is None else carry_out[:, :n]
         lse[:, :, :n] = -INF if carry_lse is None else carry_lse[:, :, :n]
         return
-    key_runs = ascending_runs(k_at)
-    for q_first, q_run in ascending_runs(q_at):
-        rows = slice(q_first, q_first + num_rows(q_run))
+    key_runs = ascending_runs(block.k_at)
+    for queries in ascending_runs(block.q_at):
+        rows = queries[0]
         so_far = carry if carry is None else (carry_out if carry_out is None else carry_out[:, rows], carry_lse[:, :, rows])
-        for index, (k_first, k_run) in enumerate(key_runs):
-            keys = slice(k_first, k_first + num_rows(k_run))
+        for keys in key_runs:
             target = out[:, rows], lse[:, :, rows]
-            if index < len(key_runs) - 1 and out.dtype != lse.dtype:  # more keys follow: carry in fp32
+            if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow: carry in fp32
                 target = torch.empty_like(target[0], dtype=lse.dtype), target[1]
-            yield launch(q[:, rows], k[:, keys], v[:, keys], mask, q_run, k_run, so_far, *target, options)
+            yield launch(block.part(queries, keys), so_far, *target)
             so_far = target
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    q_at: list[Segment],
-    k_at: list[Segment],
-    carry: Carry | None,
-    out: Tensor,
-    lse: Tensor,
-    options: dict[str, Any],
-) -> Launch:
-    batch, rows, heads, width = q.shape
-    tiles = tiles_for("forward", q, v, extras=bool(options["drop"] or options["softcap"]))
+def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
+    batch, rows, heads, width = block.q.shape
+    tiles = tiles_for("forward", block.q, block.v, extras=bool(block.dropout or block.softcap))
     carry_out, carry_lse = carry or (None, None)
-    tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     arguments = dict(
         **tensors,
         **{f"{name}_strides": None if x is None else x.stride()[:3] for name, x in tensors.items()},
-        **options,
+        **rule_arguments(block),
         **tiles,
-        mask=mask_argument(mask, q.device),
-        q_at=at_argument(q_at),
-        k_at=at_argument(k_at),
+        drop=drop_argument(block),
+        PRESCALED=block.scale <= 0,
         rows=rows,
         num_sequences=batch * heads,
         num_heads=heads,
-        group=heads // k.shape[2],
+        group=heads // block.k.shape[2],
         D=width,
-        DV=v.shape[-1],
-        QUADS=quads(k_at, tiles["BLOCK_N"]),
+        DV=block.v.shape[-1],
+        QUADS=quads(block.k_at, tiles["BLOCK_N"]),
     )
     return Launch(attention_forward, (-(-rows // tiles["BLOCK_M"]) * batch * heads,), arguments)

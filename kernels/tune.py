@@ -22,11 +22,11 @@ from torch import Tensor
 
 from . import triton_tiles
 from .bench import ROOT, machine, slug
+from .block import Block, Gradients
 from .compat import chip, compile_ahead
 from .mask import Mask
-from .segments import whole
 from .triton_backward import backward_launches, output_delta
-from .triton_common import Launch, option_arguments
+from .triton_common import Launch
 from .triton_forward import forward_launches
 
 LENGTH = 16384
@@ -63,14 +63,12 @@ def launch(kernel: str, width: int, tile: Tile, t: dict[str, Tensor]) -> Launch:
     a, b, warps, stages = tile
     block = (b, a) if kernel == "dkdv" else (a, b)
     triton_tiles.HOPPER[kernel] = triton_tiles.AMPERE[kernel] = triton_tiles.SMALL[kernel] = {256: (*block, warps, stages)}
-    options = option_arguments(0, width**-0.5, 0.0, 0.0, None)
-    at = whole(LENGTH), whole(LENGTH)
+    at = ((0, 1, LENGTH),)
+    block = Block(t["q"], t["k"], t["v"], Mask(causal=True), at, at, scale=width**-0.5)
     if kernel == "forward":
-        return next(forward_launches(t["q"], t["k"], t["v"], Mask(causal=True), *at, None, t["out"], t["lse"], options))
-    names = ("dout", "q", "k", "v", "lse", "delta")
-    grads = (t["dq"], t["dk"], t["dv"])
-    both = backward_launches(*(t[name] for name in names), Mask(causal=True), *at, *grads, options, False)
-    return list(both)[kernel == "dkdv"]
+        return next(forward_launches(block, None, t["out"], t["lse"]))
+    gradients = Gradients(*(t[name] for name in Gradients._fields))
+    return list(backward_launches(block, gradients, False))[kernel == "dkdv"]
 
 
 def compiles(job: tuple[str, int, Tile, str]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import Mask, block_backward, block_forward, output_delta
-from kernels.reference import Carry, accumulation_dtype
+from kernels.block import Carry
+from kernels.reference import accumulation_dtype
 
 from .layout import cut
 from .mover import Mover

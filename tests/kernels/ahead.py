@@ -15,14 +15,14 @@ import torch
 import triton
 
 from kernels import Mask, compat, hopper_backward, hopper_forward
-from kernels.segments import whole
+from kernels.block import Block, Gradients
 from kernels.triton_backward import backward_launches
-from kernels.triton_common import Launch, option_arguments
+from kernels.triton_common import Launch
 from kernels.triton_forward import forward_launches
 
 CHIPS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes of shared memory
 LENGTH = 4096
-ZIGZAG = [(0, 1, 2048), (6144, 1, 2048)]
+ZIGZAG = ((0, 1, 2048), (6144, 1, 2048))
 PACKED = Mask(causal=True, window=1024, documents=torch.zeros(2 * LENGTH, dtype=torch.int32))
 CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, everything else)
     "d128-causal": (128, 128, torch.bfloat16, 8, 8, {}),
@@ -101,15 +101,16 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     q, k, v = empty(1, LENGTH, heads, width), empty(1, LENGTH, kv_heads, width), empty(1, LENGTH, kv_heads, v_width)
     out, lse = empty(1, LENGTH, heads, v_width), empty(1, heads, LENGTH, dtype=torch.float32)
     carry = (out.float(), lse) if options.get("carry") else None
-    mask, at = options.get("mask", Mask(causal=True)), options.get("at", whole(LENGTH))
+    at = options.get("at", ((0, 1, LENGTH),))
     dropout = options.get("dropout", 0.0)
     seed = empty(dtype=torch.int64) if dropout else None
-    numbers = option_arguments(0, width**-0.5, options.get("softcap", 0.0), dropout, seed)
+    numbers = dict(scale=width**-0.5, softcap=options.get("softcap", 0.0), dropout=dropout, seed=seed)
+    block = Block(q, k, v, options.get("mask", Mask(causal=True)), at, at, **numbers)
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
-    yield from forward_launches(q, k, v, mask, at, at, carry, out, lse, numbers, forward)
+    yield from forward_launches(block, carry, out, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
     if not gluon or max(width, v_width) <= 128:
-        yield from backward_launches(out, q, k, v, lse, lse, mask, at, at, *grads, numbers, carry is not None, backward)
+        yield from backward_launches(block, Gradients(out, lse, lse, *grads), carry is not None, backward)
 
 
 def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:

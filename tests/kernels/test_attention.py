@@ -114,8 +114,10 @@ def test_opcheck(backend: str, rows: int, device: str) -> None:
     sinks = torch.randn(4, device=device, requires_grad=True)
     ids = torch.zeros(2, rows, dtype=torch.int64)
     ids[:, rows // 2 :] = 1
-    bounds = Mask(causal=True, documents=ids).bounds(device)
-    torch.library.opcheck(torch.ops.ringspan.attention_forward, (q, k, v, *bounds, sinks, None, 0.3, 0.0, 0.0, False, backend))
+    left, right, padded, *tensors = Mask(causal=True, documents=ids).bounds(device)
+    numbers, factors = [left, right, int(padded), False], [0.3, 0.0, 0.0]
+    given = (q, k, v, *tensors, sinks, None, numbers, factors, backend)
+    torch.library.opcheck(torch.ops.ringspan.attention_forward, given)
 
 
 def test_compile_twice_is_enough(device: str) -> None:

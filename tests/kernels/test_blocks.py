@@ -1,13 +1,15 @@
 """The contract that rings stand on: blocks at any positions, a softmax that is carried, gradients that add up."""
 
+import gc
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import Mask, attention, block_backward, block_forward, output_delta
+from kernels import Mask, attention, block_backward, block_forward, blocks, output_delta
 from kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
 
 from ..conftest import HAS_GPU, ON_HOPPER
@@ -171,6 +173,17 @@ def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: s
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("accumulate", [True, False, "dq"])
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+def test_no_queries_give_no_gradients(backend: str, dtype: torch.dtype, accumulate: bool | str, device: str) -> None:
+    q, k, v, dout = inputs(dtype, device)
+    lse = block_forward(q[:, :0], k, v, None, [], whole(LENGTH), backend=backend)[1]
+    dq, dk, dv = (torch.ones_like(x) for x in (q[:, :0], k, v))
+    at = [], whole(LENGTH)
+    block_backward(dout[:, :0], q[:, :0], k, v, lse, lse, None, *at, dq, dk, dv, backend=backend, accumulate=accumulate)
+    assert all((x == (accumulate is True)).all() for x in (dk, dv))
+
+
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=ON_HOPPER)])
 @pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 16])
 def test_carry_loses_no_accuracy_in_bf16(blocks: int, backend: str, device: str) -> None:
@@ -233,14 +246,14 @@ def test_head_start_shifts_dropout(device: str) -> None:
 
 
 def test_segments() -> None:
-    assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == [(0, 1, 7), (9, 2, 2)]
+    assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == ((0, 1, 7), (9, 2, 2))
     assert positions([(3, 2, 3), (20, 1, 2)]).tolist() == [3, 5, 7, 20, 21]
     assert num_rows([(3, 2, 3), (20, 1, 2)]) == 5
-    assert ascending_runs([(5, 1, 5), (0, 1, 5), (8, 1, 2), (20, 1, 1)]) == [
-        (0, [(5, 1, 5)]),
-        (5, [(0, 1, 5), (8, 1, 2)]),
-        (12, [(20, 1, 1)]),
-    ]
+    assert ascending_runs(((5, 1, 5), (0, 1, 5), (8, 1, 2), (20, 1, 1))) == (
+        (slice(0, 5), ((5, 1, 5),)),
+        (slice(5, 12), ((0, 1, 5), (8, 1, 2))),
+        (slice(12, 13), ((20, 1, 1),)),
+    )
     for wrong in ([(0, 0, 4)], [(0, 1, -1)], [(0, 1, 10)], [(2**29, 1, 1)]):
         with pytest.raises(ValueError, match="q_at"):
             check_segments("q_at", wrong, 9)
@@ -282,3 +295,53 @@ def test_blocks_check_what_they_are_given(device: str) -> None:
     with pytest.raises(ValueError, match="strides"):
         wide = torch.zeros(2, LENGTH, 4, 20, device=device)[..., :16]
         block_backward(dout, q, k, v, lse, delta, None, None, None, wide, *grads[1:])
+
+
+def test_what_passed_once_is_checked_again(device: str) -> None:
+    """Checks are remembered by what they look at: the same call with one thing changed is another call."""
+    q, k, v, dout = inputs(torch.float32, device)
+    at = [(0, 1, LENGTH)]
+    out, lse = block_forward(q, k, v, None, at, at, last=False)
+    delta, grads = output_delta(dout, out), [torch.zeros_like(x) for x in (q, k, v)]
+    stepped = q.transpose(0, 1).contiguous().transpose(0, 1)  # other strides, which are as good
+
+    def forward(q: Tensor = q, q_at: list = at, carry: tuple = (out, lse), into: tuple = (out, lse), **options) -> None:
+        block_forward(q, k, v, options.pop("mask", None), q_at, at, carry=carry, into=into, **options)
+
+    def backward(dq: Tensor = grads[0], lse: Tensor = lse, **options) -> None:
+        block_backward(dout, q, k, v, lse, delta, None, at, at, dq, *grads[1:], **options)
+
+    wide = torch.zeros(2, LENGTH, 4, 20, device=device)[..., :16]
+    for _ in range(2):
+        forward(), forward(stepped), backward(), backward(accumulate="dq")
+        for call, change, name in (
+            (forward, dict(q=q.double()), "k is"),
+            (forward, dict(q=q[:, 1:]), "q_at"),
+            (forward, dict(q_at=[(0, 1, LENGTH + 1)]), "q_at"),
+            (forward, dict(q_at=None), "q_at"),
+            (forward, dict(carry=(out, lse.double())), "carry"),
+            (forward, dict(into=(wide, lse)), "strides"),
+            (forward, dict(into=(None, lse)), "into"),
+            (forward, dict(softcap=True), "softcap"),
+            (forward, dict(mask=Mask(causal=True, prefix=torch.ones(3, dtype=torch.int32))), "prefix"),
+            (backward, dict(lse=lse[:, 1:]), "lse"),
+            (backward, dict(dq=wide), "strides"),
+            (backward, dict(dq=grads[0].half()), "dq"),
+            (backward, dict(accumulate=1), "accumulate"),
+        ):
+            with pytest.raises(ValueError, match=name):
+                call(**change)
+
+
+def test_checks_remember_no_tensors_and_not_everything(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(blocks, "_passed", {})
+    monkeypatch.setattr(blocks, "REMEMBERED", 3)
+    for length in range(1, 9):
+        q, k, v, dout = inputs(torch.float32, device, length)
+        out, lse = block_forward(q, k, v, None)
+        block_backward(dout, q, k, v, lse, output_delta(dout, out), None, None, None, *(torch.zeros_like(x) for x in (q, k, v)))
+        assert 0 < len(blocks._passed) <= 3
+    gone = [weakref.ref(x) for x in (q, k, v, dout, out, lse)]
+    del q, k, v, dout, out, lse
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 6

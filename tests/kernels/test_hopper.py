@@ -1,0 +1,43 @@
+"""What the Hopper kernels are told of a tensor, as far as that can be looked at without one."""
+
+import pytest
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.hopper_common import descriptor, fetchable
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 48, 4, 64), (1, 48, 1, 128)])
+def test_a_descriptor_is_what_triton_would_make(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Its checks run once for all tensors alike; each still gets a descriptor of its own, of its own memory."""
+    batch, rows, heads, width = shape
+    packed = torch.zeros(batch, 2 * rows, heads, 2 * width, dtype=dtype)
+    one, other = packed[:, :rows, :, :width], packed[:, rows:, :, width:]
+    strides = [one.stride(dim) if one.shape[dim] > 1 else 64 for dim in (0, 2, 1)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
+    for x in (one, other):
+        made = descriptor(x, 40, 32, 64)
+        wanted = TensorDescriptor(x, [batch, heads, 40, width], [*strides, 1], [1, 1, 32, 64], layout)
+        assert type(made) is TensorDescriptor and vars(made).keys() == vars(wanted).keys()
+        assert made.base is x
+        assert {k: v for k, v in vars(made).items() if k != "base"} == {k: v for k, v in vars(wanted).items() if k != "base"}
+
+
+def test_a_descriptor_of_what_the_tma_cannot_read_is_refused() -> None:
+    x = torch.zeros(1, 48, 2, 72, dtype=torch.bfloat16)
+    descriptor(x, 48, 32, 64)
+    with pytest.raises(AssertionError, match="16 bytes"):
+        descriptor(torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape), 48, 32, 64)
+    with pytest.raises(AssertionError):  # rows of 2 · 71 columns
+        descriptor(torch.zeros(1, 48, 2, 71, dtype=x.dtype), 48, 32, 64)
+
+
+def test_what_the_tma_cannot_read_is_copied() -> None:
+    x = torch.randn(2, 9, 4, 64, dtype=torch.bfloat16)
+    views = x[:, :, :1].expand(-1, -1, 4, -1), x.transpose(1, 3), x[:, :, :, 1:57], x[:, 1:].transpose(1, 2)
+    for view, copied in zip(views, (True, True, True, False), strict=True):
+        read = fetchable(view)
+        assert (read is not view) == copied and torch.equal(read, view)
+        assert read.stride(3) == 1 and 0 not in read.stride() and read.data_ptr() % 16 == 0
