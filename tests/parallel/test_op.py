@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel.transport import AUTO, TRANSPORTS, choose_transport
+from parallel.transport import AUTO, PULLED, TRANSPORTS, choose_transport
 
 from . import jobs
 from .work import Case
@@ -86,15 +86,18 @@ def test_auto_chooses_from_a_table() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for nbytes in (0, 2**20, 2**33):
         assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
-        assert choose_transport("auto", pair, cuda, nbytes) in TRANSPORTS[1:]
-        assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes) != "pull"
-        assert choose_transport("pull", pair, cuda, nbytes) == "pull"  # forced
-    with pytest.raises(ValueError, match="needs CUDA"):
-        choose_transport("pull", pair, cpu, 0)
-    with pytest.raises(ValueError, match="one host"):
-        choose_transport("pull", SimpleNamespace(one_host=False), cuda, 0)
+        for backward in (False, True):
+            assert choose_transport("auto", pair, cuda, nbytes, backward) in TRANSPORTS[1:]
+            assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes, backward) not in PULLED
+    for name in PULLED:
+        assert choose_transport(name, pair, cuda, 0) == name  # forced
+        with pytest.raises(ValueError, match=f"{name}' needs CUDA"):
+            choose_transport(name, pair, cpu, 0)
+        with pytest.raises(ValueError, match="one host"):
+            choose_transport(name, SimpleNamespace(one_host=False), cuda, 0)
     for table in AUTO.values():
-        limits = [limit for limit, _ in table]
+        limits = [limit for limit, *_ in table]
+        assert all(set(kinds) <= set(TRANSPORTS[1:]) and len(kinds) == 2 for _, *kinds in table)
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
 
 
