@@ -38,20 +38,16 @@ class Shown:
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.read = False  # whether K/V have been pulled since the last barrier; the same on every rank
 
-    def mine(self, use: str, like: Rows, rows: int, device: torch.device) -> list[Tensor]:
-        """This rank's memory: tensors one after another, as `like` but for their rows. All ranks make it together."""
-        shapes = [(rows, *x.shape[1:]) for x in like]
-        sizes = [math.prod(shape) * x.element_size() for shape, x in zip(shapes, like, strict=True)]
-        if use not in self.memory or self.memory[use][0].numel() < sum(sizes):
+    def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
+        """As much on every rank, made by all of them together when it has to grow."""
+        if use not in self.memory or self.memory[use][0].numel() < nbytes:
             settle(device)  # the old one may still be read here; the rendezvous waits until it is nowhere
-            memory = symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=device)
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             self.memory[use] = memory, symmetric_memory.rendezvous(memory, self.group)
-        pieces = self.memory[use][0][: sum(sizes)].split(sizes)
-        return [piece.view(x.dtype).view(shape) for piece, x, shape in zip(pieces, like, shapes, strict=True)]
 
-    def theirs(self, use: str, rank: int, first: int, begin: int, like: Tensor) -> Tensor:
-        """As many rows of another rank as `like` has, from row `first` of the tensor that begins after `begin` elements."""
-        return self.memory[use][1].get_buffer(rank, like.shape, like.dtype, begin + first * math.prod(like.shape[1:]))
+    def rows(self, use: str, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
+        """A rank's rows from the `first` on, of the tensor that begins after `begin` elements."""
+        return self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
 
     def barrier(self, use: str, seconds: float) -> None:
         self.memory[use][1].barrier(channel=0, timeout_ms=int(seconds * 1000))
@@ -72,27 +68,26 @@ class Pull(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         self.seconds, self.device = pair.seconds, device
-        self.shown = shown_by(pair.group)
-        self.begin: list[int] = []  # where K and V begin in what is published, in elements
+        self.shown, self.rank = shown_by(pair.group), pair.group.rank()
+        self.begins = 0, 0  # of K and V in what is published, in elements
         self.given: Transfer | None = None
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        rows = by_rows(k), by_rows(v)
-        mine = self.shown.mine("kv", rows, k.shape[1], self.device)
-        self.begin = [0, k.numel()]
+        self.shown.make_room("kv", k.nbytes + v.nbytes, self.device)
+        self.begins = 0, k.numel()
         if self.shown.read:
             self.shown.barrier("kv", self.seconds)
-        for place, x in zip(mine, rows, strict=True):
-            place.copy_(x)
+        for begin, x in zip(self.begins, (by_rows(k), by_rows(v)), strict=True):
+            self.shown.rows("kv", self.rank, 0, x.shape, x.dtype, begin).copy_(x)
         self.shown.barrier("kv", self.seconds)
 
     def fetch(self, index: int, into: Rows) -> Transfer:
         pieces = self.plan.steps[index].pieces
         places, sources = [], []
         for piece, rows in zip(pieces, slots(pieces, into), strict=True):
-            for begin, place in zip(self.begin, rows, strict=True):
+            for begin, place in zip(self.begins, rows, strict=True):
                 places.append(place)
-                sources.append(self.shown.theirs("kv", piece.rank, piece.rows.start, begin, place))
+                sources.append(self.shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
         wait = copy_beside(places, sources, self.device)
 
         def finish() -> None:
@@ -102,19 +97,19 @@ class Pull(Mover):
         return finish
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        return self.shown.mine(f"part {which}", (like,), self.plan.most_keys, self.device)[0][:rows]
+        use, shape = f"part {which}", like.shape[1:]
+        self.shown.make_room(use, self.plan.most_keys * math.prod(shape) * like.itemsize, self.device)
+        return self.shown.rows(use, self.rank, 0, (rows, *shape), like.dtype)
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
         # nothing is sent: each owner takes its rows out of its readers' parts
         if self.given is not None:
             self.given()  # behind the barrier others write again what this took
-        self.shown.barrier(f"part {which}", self.seconds)
+        use = f"part {which}"
+        self.shown.barrier(use, self.seconds)
         pieces = self.plan.gives[index]
         places = [place for (place,) in slots(pieces, (into,))]
-        sources = [
-            self.shown.theirs(f"part {which}", piece.rank, piece.at, 0, place)
-            for piece, place in zip(pieces, places, strict=True)
-        ]
+        sources = [self.shown.rows(use, p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
         self.given = copy_beside(places, sources, self.device)
         return self.given
 

@@ -43,7 +43,9 @@ def ring_forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     acc = out if final == 0 else torch.empty_like(out, dtype=accumulation_dtype(q.dtype))
     lse = acc.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    casts, heads = Beside(q.device, "sums"), slice(0, q.shape[2])
+    heads, done = slice(0, q.shape[2]), steps[final].queries
+    early = [run for run in (slice(0, done.start), slice(done.stop, q.shape[1])) if run.start < run.stop]
+    casts = Beside(q.device, "sums")
     for index, step, k_block, v_block in travel(mover, k, v):
         if index and not step.pieces:
             continue  # others need this step
@@ -51,14 +53,13 @@ def ring_forward(
         so_far = (take(acc, rows, heads), take(lse, heads, rows)) if index else start
         into = take(out if last else acc, rows, heads), take(lse, heads, rows)
         at = step.q_at, step.k_at
-        if last:
+        if last and early:
             casts.follow()
         block_forward(take(q, rows, heads), k_block, v_block, mask, *at, so_far, last, head_start, into=into, **options)
-    if acc is not out:  # the last block wrote its rows in the final dtype; these saw their last key before
-        done = steps[final].queries
+    if early:  # the last block wrote its rows in the final dtype; these saw their last key before it
         with casts.run():
-            for rest in (slice(0, done.start), slice(done.stop, None)):
-                out[:, rest] = acc[:, rest]
+            for rows in early:
+                out[:, rows] = acc[:, rows]
         casts.done()()
     return out, lse
 
