@@ -121,12 +121,11 @@ class Homeward:
         self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for
 
     def begin(self, *zeros: Tensor) -> None:
-        """Behind the first kernel that writes to `mine`: zeros where it did not, for all that is added there."""
+        """Given behind the first kernel that writes to `mine`: zeros where it does not, for all that is added there."""
         with self.sums.run():
             for x in zeros:
                 x.zero_()
         self.summed = self.sums.done()
-        self.sums.follow()
 
     def head_parts(self) -> list[slice]:
         """KV heads whose gradients go together."""
@@ -146,7 +145,7 @@ class Homeward:
         if self.coming is not None:
             with self.sums.run():
                 for rows, more in self._arrived(self.coming):
-                    self.mine[rows, :, self.coming.heads] += more
+                    self.mine[rows, :, self.coming.heads].add_(more)
             self.summed, self.held = self.sums.done(), self.coming
         pieces = self.mover.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
@@ -164,7 +163,7 @@ class Homeward:
         heads = self.coming.heads
         *sums, (rows, last) = self._arrived(self.coming) or [(slice(0, 0), self.mine[:0, :, heads])]
         for piece, more in sums:
-            self.mine[piece, :, heads] += more
+            self.mine[piece, :, heads].add_(more)
         before, behind = slice(0, rows.start), slice(rows.stop, None)
         others = [(rows, slice(0, heads.start)), (rows, slice(heads.stop, None)), (before, slice(None)), (behind, slice(None))]
         width = grads[0].shape[3]
