@@ -7,7 +7,8 @@
 "Alone" is one causal call of the same kernel, without any communication, on a sequence as long as costs a rank the same:
 S / √P. In each round every contestant has its turn, alone first, and shares are ratios within a round: clocks drift, but
 less within seconds. Reported are medians over rounds with their spread, of the slowest rank. A ring is timed only where
-sampled rows of its result agree with fp32. The peak of memory counts everything, inputs too.
+sampled rows of its result agree with fp32. The peak of memory counts everything, inputs too. Settings are measured in the
+order that --tokens and --heads have, and each is printed and written when it is done.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from kernels.blocks import BACKENDS
 from .layout import KINDS
 from .mesh import Mesh
 from .peers import Contestant, Place, Problem, Setting, contestants, sampled_error
+from .transport import PULLED
 
 Row = dict[str, Any]
 DEFAULTS = {
@@ -89,7 +91,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
         if cuda:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-            if name.endswith("-pull"):
+            if name.endswith(PULLED):
                 from .pull import pooled_bytes
 
                 peak += pooled_bytes()
@@ -287,26 +289,26 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
         trace(contestants()[first].make, settings[0], place, args.trace, f"{first}, {settings[0].name}")
         _say(f"written: {args.trace}")
         return 0
-    rows = [measure(setting, names, place, args.rounds, args.rep) for setting in settings]
-    if dist.get_rank() == 0:
-        about = machine(device)
+    speaks, about, path = dist.get_rank() == 0, machine(device), args.json
+    if path is None and args.save is not None:
+        path = ROOT / "docs/results" / f"{(args.save or 'ring-' + slug(about['device'])).removesuffix('.json')}.json"
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.mkdir(exist_ok=True)
+    if speaks:
         print(about["device"], args.dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
-        print(*(report(setting, its, ranks) for setting, its in zip(settings, rows, strict=True)), sep="\n")
-        path = args.json
-        if path is None and args.save is not None:
-            name = (args.save or f"ring-{slug(about['device'])}").removesuffix(".json")
-            path = ROOT / "docs/results" / f"{name}.json"
-            with contextlib.suppress(FileNotFoundError):
-                path.parent.mkdir(exist_ok=True)
-        if path is not None:
-            result = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
-            result |= {
-                "settings": [asdict(s) | {"name": s.name, "kv_bytes": _kv_bytes(s, args.dtype)} for s in settings],
-                "rows": [r for its in rows for r in its],
-            }
-            path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-            print(f"\nwritten: {path}")
-    return int(any(row["ours"] and row["status"] == "wrong" for its in rows for row in its))
+    result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
+    result |= {"settings": [], "rows": []}
+    for setting in settings:
+        its = measure(setting, names, place, args.rounds, args.rep)
+        result["settings"].append(asdict(setting) | {"name": setting.name, "kv_bytes": _kv_bytes(setting, args.dtype)})
+        result["rows"] += its
+        if speaks:
+            print(report(setting, its, ranks), flush=True)
+            if path is not None:  # after each setting: who is cut short keeps what was measured
+                path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if speaks and path is not None:
+        print(f"\nwritten: {path}")
+    return int(any(row["ours"] and row["status"] == "wrong" for row in result["rows"]))
 
 
 def _kv_bytes(setting: Setting, dtype: str) -> int:

@@ -20,6 +20,8 @@ class Pair(NamedTuple):
     group: ProcessGroup
     gradients: ProcessGroup
     one_host: bool
+    ranks: list[int]  # in the whole job
+    seconds: float  # the time limit
 
 
 # By name, and with the group: after all groups were destroyed, new ones have old names.
@@ -48,7 +50,8 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
         # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
         for each in (group, sibling):
             dist.all_reduce(torch.zeros(1, device=device), group=each)
-        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1)
+        ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, device)
+        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds())
     return _pairs[name]
 
 

@@ -7,57 +7,69 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import progress
-from .groups import Pair, timeout_of
-from .mover import Mover, Transfer, slots
-from .packed import new_packed, pack
-from .plan import Plan
+from .beside import Transfer
+from .groups import Pair
+from .mover import Mover, slots
+from .packed import Rows, by_rows
+from .plan import Piece, Plan
 
 
 class Messages(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
-        self.pair = pair
-        self.seconds = timeout_of(pair.group, device).total_seconds()
-        self.published: Tensor | None = None
+        self.pair, self.device = pair, device
+        self.published: Rows = ()
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        self.published = pack(k, v, new_packed(k.shape[1], k, v))
+        self.published = tuple(by_rows(x).contiguous() for x in (k, v))  # a copy only of what is not in rows already
 
-    def fetch(self, index: int, into: Tensor) -> Transfer:
-        assert self.published is not None
-        gives = [(piece.rank, self.published[piece.rows]) for piece in self.plan.gives[index]]
-        return self._exchange(self.pair.group, gives, slots(self.plan.steps[index].pieces, into), "K/V")
+    def fetch(self, index: int, into: Rows) -> Transfer:
+        gives, takes = self.plan.gives[index], self.plan.steps[index].pieces
+        rows = [tuple(x[piece.rows] for x in self.published) for piece in gives]
+        return self._exchange(self.pair.group, gives, rows, takes, slots(takes, into), "K/V")
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         return like.new_empty((rows, *like.shape[1:]))
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        gives = slots(self.plan.steps[index].pieces, part)
-        return self._exchange(self.pair.gradients, gives, slots(self.plan.gives[index], into), "dK/dV")
+        gives, takes = self.plan.steps[index].pieces, self.plan.gives[index]
+        return self._exchange(self.pair.gradients, gives, slots(gives, (part,)), takes, slots(takes, (into,)), "dK/dV")
 
     def _exchange(
-        self, group: dist.ProcessGroup, gives: list[tuple[int, Tensor]], takes: list[tuple[int, Tensor]], name: str
+        self,
+        group: dist.ProcessGroup,
+        gives: list[Piece],
+        given: list[Rows],
+        takes: list[Piece],
+        taken: list[Rows],
+        name: str,
     ) -> Transfer:
-        ops, peers = [], []
-        ranks = dist.get_process_group_ranks(group)
-        for call, messages, way in ((dist.irecv, takes, "from"), (dist.isend, gives, "to reach")):
-            sent: Counter[int] = Counter()
-            for peer, tensor in messages:
-                ops.append(dist.P2POp(call, tensor, group=group, group_peer=peer, tag=sent[peer]))
-                peers.append(f"{name} {way} rank {ranks[peer]}")
-                sent[peer] += 1
+        """As `dist.batch_isend_irecv`, whose checks of each message take longer than to post it."""
+        if not gives and not takes:
+            return lambda: None
+        ways = ((group.recv, takes, taken, f"{name} from rank "), (group.send, gives, given, f"{name} to reach rank "))
+        peers = [f"{way}{self.pair.ranks[piece.rank]}" for _, pieces, _, way in ways for piece in pieces]
         everyone = ", ".join(dict.fromkeys(peers))
-        works: list[dist.Work] = []
+        works: list[tuple[dist.Work, str]] = []
 
         def post() -> None:
-            works.extend(dist.batch_isend_irecv(ops))
-
-        if ops:
-            progress.wait(post, everyone, self.seconds)
+            grouped = group._get_backend(self.device).supports_coalescing  # NCCL: one call, and one work for all
+            if grouped:
+                group._start_coalescing(self.device)
+            for call, pieces, tensors, way in ways:
+                posted: Counter[int] = Counter()  # tags keep messages between the same two ranks apart
+                for piece, rows in zip(pieces, tensors, strict=True):
+                    for tensor in rows:
+                        work = call([tensor], piece.rank, posted[piece.rank])
+                        posted[piece.rank] += 1
+                        if not grouped:
+                            works.append((work, f"{way}{self.pair.ranks[piece.rank]}"))
+            if grouped:
+                works.append((group._end_coalescing(self.device), everyone))
 
         def finish() -> None:
-            for i, work in enumerate(works):
-                what = peers[i] if len(works) == len(peers) else everyone  # NCCL has one work for all
-                progress.wait(work.wait, what, self.seconds)
+            for work, what in works:
+                progress.wait(work.wait, what, self.pair.seconds)
 
-        return Transfer(finish, everyone, self.seconds, bool(ops) and ops[0].tensor.is_cuda)
+        progress.wait(post, everyone, self.pair.seconds)
+        return finish

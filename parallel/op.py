@@ -22,12 +22,12 @@ from kernels.reference import accumulation_dtype
 
 from . import progress
 from .agree import agree, refuse
-from .groups import by_name, pair_of
+from .groups import Pair, by_name, pair_of
 from .layout import Layout
-from .mover import Mover
+from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import TRANSPORTS, choose_transport, make_mover
+from .transport import MERGED, TRANSPORTS, choose_transport, make_mover
 
 
 def ring_attention(
@@ -158,6 +158,8 @@ class Call:
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.mover: Mover
+        self.pair: Pair | None
+        self.on_gpu = q.is_cuda
 
         def describe() -> dict[str, Any]:
             """What has to be the same on every rank."""
@@ -172,11 +174,19 @@ class Call:
             agree(everyone, q.device, describe)
         if n.ranks > 1:
             pair = pair_of(by_name(group), q.device)
-            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes)
-            plan = make_plan(layout, known, n.rank, merged=moves_by == "all_gather")
+            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, what == "ring backward")
+            plan = make_plan(layout, known, n.rank, merged=moves_by in MERGED)
             self.mover = make_mover(moves_by, pair, plan, q.device)
+            self.pair = pair
         else:
-            self.mover = Mover(make_plan(layout, known, n.rank))
+            self.mover = Alone(make_plan(layout, known, n.rank))
+            self.pair = None
+
+    def given(self) -> None:
+        """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
+        if self.pair is not None and self.on_gpu:
+            others = ", ".join(str(rank) for rank in self.pair.ranks if rank != self.pair.ranks[self.pair.group.rank()])
+            progress.expect(f"ranks {others}", self.pair.seconds)
 
 
 @torch.library.custom_op("ringspan::ring_forward", mutates_args=())
@@ -199,7 +209,9 @@ def forward_op(
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring forward", q, k, v, *given)
     start = None if sinks is None else sink_carry(sinks, q)
-    return ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
+    out, lse = ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
+    call.given()
+    return out, lse
 
 
 @forward_op.register_fake
@@ -233,6 +245,7 @@ def backward_op(
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring backward", q, k, v, *given)
     dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
+    call.given()
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

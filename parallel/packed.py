@@ -1,24 +1,25 @@
-"""K and V, or their gradients, as one tensor that travels: (rows, B, Hkv, D + Dv).
+"""What travels: tensors whose first dimension is rows, so that any run of rows is one piece of memory.
 
-Rows come first, so that any run of them is one piece of memory, and K and V of a row lie side by side: one message, with
-nothing to gather before and nothing to sort after. Kernels read and write it through views.
+K and V are two of them, (rows, B, Hkv, D) and (rows, B, Hkv, Dv). With one sequence in a batch that is how a rank has them
+anyway, and nothing is copied to send them. Gradients lie side by side in one, (rows, B, Hkv, D + Dv): one message, with
+nothing to sort when it comes. Kernels read and write all of them through views.
 """
 
-import torch
 from torch import Tensor
 
-
-def new_packed(rows: int, k: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return k.new_empty((rows, k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=dtype)
+Rows = tuple[Tensor, ...]  # tensors that move together, row by row
 
 
-def pack(k: Tensor, v: Tensor, into: Tensor) -> Tensor:
-    for view, x in zip(unpack(into, k.shape[3]), (k, v), strict=True):
-        view.copy_(x)
-    return into
+def by_rows(x: Tensor) -> Tensor:
+    """The view (rows, B, H, D) of (B, rows, H, D), and the other way."""
+    return x.transpose(0, 1)
+
+
+def new_rows(rows: int, k: Tensor, v: Tensor) -> Rows:
+    return tuple(x.new_empty((rows, x.shape[0], *x.shape[2:])) for x in (k, v))
 
 
 def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views (B, rows, Hkv, D) and (B, rows, Hkv, Dv)."""
+    """Views (B, rows, Hkv, D) and (B, rows, Hkv, Dv) of gradients side by side."""
     rows = packed.transpose(0, 1)
     return rows[..., :width], rows[..., width:]

@@ -10,7 +10,7 @@ and so are the keys they can see: two bisections, done for all pairs of segments
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ class Piece:
         return self.rows.stop - self.rows.start
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """One block: some rows of this rank's queries and the rows of others' keys that they see."""
 
     queries: slice
@@ -41,7 +42,7 @@ class Step(NamedTuple):
     pieces: list[Piece]  # one after another they are the block's keys
     k_at: list[Segment]
 
-    @property
+    @cached_property
     def num_keys(self) -> int:
         return sum(len(piece) for piece in self.pieces)
 

@@ -4,7 +4,7 @@
     progress.here()                      "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
 
 On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
-waits on the host: a thread watches the events behind the waits and prints the words when nothing has moved for that long.
+waits on the host: a thread watches an event behind each op and prints the words when nothing has moved for that long.
 NCCL's own watchdog, or the symmetric memory's limit, then ends the process.
 """
 
@@ -114,4 +114,5 @@ _watch = _Watch()
 
 def expect(what: str, seconds: float) -> None:
     """On a GPU: says so if the current stream does not get past this point in time."""
+    _here.hop = ""  # the host is through with all of them
     _watch.expect(waited(what, seconds), seconds)

@@ -5,7 +5,7 @@ that nobody overwrites what another still reads, is what barriers are for. All o
 between two kernels, where a zigzag ring is even anyway: a barrier on a stream of its own would need an SM to wait on, which
 a persistent kernel leaves to nobody. Copies then run on a side stream, beside the next kernel.
 
-    publish      barrier (all have pulled what was there) · copy K/V in · barrier (all are published)
+    publish      barrier, if none has passed since K/V were pulled · copy K and V in · barrier (all are published)
     fetch        pull the rows of a step
     give         barrier (all parts of this step are written) · pull those of my rows, while the next kernel runs
 
@@ -14,7 +14,6 @@ Barriers end with an error of the device at the group's time limit. No multicast
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,86 +21,107 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from . import progress
-from .groups import Pair, timeout_of
-from .mover import Mover, Transfer, slots
-from .packed import new_packed, pack
-from .plan import Piece, Plan
+from .beside import Beside, Transfer
+from .groups import Pair
+from .mover import Mover, slots
+from .packed import Rows, by_rows
+from .plan import Plan
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-# (group, use) → this rank's symmetric memory, its handle, and the group: a new one may have an old one's name
-_pools: dict[tuple[str, str], tuple[Tensor, Any, Any]] = {}
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+class Shown:
+    """What the ranks of a group show each other: for each use some memory of every rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
+        self.read = False  # whether K/V have been pulled since the last barrier; the same on every rank
+
+    def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
+        """As much on every rank, made by all of them together when it has to grow."""
+        if use not in self.memory or self.memory[use][0].numel() < nbytes:
+            settle(device)  # the old one may still be read here; the rendezvous waits until it is nowhere
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            self.memory[use] = memory, symmetric_memory.rendezvous(memory, self.group)
+
+    def rows(self, use: str, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
+        """A rank's rows from the `first` on, of the tensor that begins after `begin` elements."""
+        return self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
+
+    def barrier(self, use: str, seconds: float) -> None:
+        self.memory[use][1].barrier(channel=0, timeout_ms=int(seconds * 1000))
+        self.read = False
+
+
+_shown: dict[str, Shown] = {}  # by the group's name
+
+
+def shown_by(group: dist.ProcessGroup) -> Shown:
+    name = group.group_name
+    if name not in _shown or _shown[name].group is not group:  # a new group may have an old one's name
+        _shown[name] = Shown(group)
+    return _shown[name]
 
 
 class Pull(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
-        self.pair, self.device = pair, device
-        self.seconds = timeout_of(pair.group, device).total_seconds()
+        self.seconds, self.device = pair.seconds, device
+        self.shown, self.rank = shown_by(pair.group), pair.group.rank()
+        self.begins = 0, 0  # of K and V in what is published, in elements
+        self.given: Transfer | None = None
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        mine = self._symmetric("kv", k.shape[1], new_packed(0, k, v))
-        self._barrier("kv")
-        pack(k, v, mine)
-        self._barrier("kv")
+        self.shown.make_room("kv", k.nbytes + v.nbytes, self.device)
+        self.begins = 0, k.numel()
+        if self.shown.read:
+            self.shown.barrier("kv", self.seconds)
+        for begin, x in zip(self.begins, (by_rows(k), by_rows(v)), strict=True):
+            self.shown.rows("kv", self.rank, 0, x.shape, x.dtype, begin).copy_(x)
+        self.shown.barrier("kv", self.seconds)
 
-    def fetch(self, index: int, into: Tensor) -> Transfer:
+    def fetch(self, index: int, into: Rows) -> Transfer:
         pieces = self.plan.steps[index].pieces
-        sources = [self._theirs("kv", piece.rank, piece.rows.start, len(piece), into) for piece in pieces]
-        return self._pull(pieces, sources, into, "K/V")
+        places, sources = [], []
+        for piece, rows in zip(pieces, slots(pieces, into), strict=True):
+            for begin, place in zip(self.begins, rows, strict=True):
+                places.append(place)
+                sources.append(self.shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
+        wait = copy_beside(places, sources, self.device)
+
+        def finish() -> None:
+            wait()
+            self.shown.read = True
+
+        return finish
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        return self._symmetric(f"part {which}", self.plan.most_keys, like)[:rows]
+        use, shape = f"part {which}", like.shape[1:]
+        self.shown.make_room(use, self.plan.most_keys * math.prod(shape) * like.itemsize, self.device)
+        return self.shown.rows(use, self.rank, 0, (rows, *shape), like.dtype)
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
         # nothing is sent: each owner takes its rows out of its readers' parts
-        self._barrier(f"part {which}")
+        if self.given is not None:
+            self.given()  # behind the barrier others write again what this took
+        use = f"part {which}"
+        self.shown.barrier(use, self.seconds)
         pieces = self.plan.gives[index]
-        sources = [self._theirs(f"part {which}", piece.rank, piece.at, len(piece), into) for piece in pieces]
-        return self._pull(pieces, sources, into, "dK/dV")
-
-    def _pull(self, pieces: list[Piece], sources: list[Tensor], into: Tensor, name: str) -> Transfer:
-        places = [place for _, place in slots(pieces, into)]
-        ranks = dist.get_process_group_ranks(self.pair.group)
-        what = ", ".join(f"{name} from rank {ranks[piece.rank]}" for piece in pieces)
-        return Transfer(copy_beside(places, sources, self.device), what, self.seconds, into.is_cuda and bool(pieces))
-
-    def _symmetric(self, use: str, rows: int, like: Tensor) -> Tensor:
-        """This rank's memory of that use, with rows as those of `like`; made by all ranks together when it has to grow."""
-        shape = (rows, *like.shape[1:])
-        nbytes = math.prod(shape) * like.element_size()
-        key = self.pair.group.group_name, use
-        group = self.pair.group
-        if key not in _pools or _pools[key][2] is not group or _pools[key][0].numel() < nbytes:
-            settle(self.device)  # the old one may still be read here; the rendezvous waits until it is nowhere
-            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-            _pools[key] = memory, symmetric_memory.rendezvous(memory, group), group
-        return _pools[key][0][:nbytes].view(like.dtype).view(shape)
-
-    def _theirs(self, use: str, rank: int, first: int, rows: int, like: Tensor) -> Tensor:
-        """Rows of another rank's memory of that use."""
-        row = math.prod(like.shape[1:])
-        return _pools[self.pair.group.group_name, use][1].get_buffer(rank, (rows, *like.shape[1:]), like.dtype, first * row)
-
-    def _barrier(self, use: str) -> None:
-        _pools[self.pair.group.group_name, use][1].barrier(channel=0, timeout_ms=int(self.seconds * 1000))
-        if self.device.type == "cuda":
-            progress.expect(f"all ranks in a barrier over {use}", self.seconds)
+        places = [place for (place,) in slots(pieces, (into,))]
+        sources = [self.shown.rows(use, p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
+        self.given = copy_beside(places, sources, self.device)
+        return self.given
 
 
-def copy_beside(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Callable[[], object]:
-    """Copies on a side stream after what the current one has been given so far; the result makes the latter wait for them."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    side, main = _streams[device], torch.cuda.current_stream(device)
-    side.wait_stream(main)  # what the places held is used up, and the barrier has passed
-    with torch.cuda.stream(side):
+def copy_beside(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Transfer:
+    """Copies on a side stream, after what the current one has been given so far."""
+    copies = Beside(device, "copies")
+    copies.follow()  # what the places held is used up, and the barrier has passed
+    with copies.run():
         for place, source in zip(places, sources, strict=True):
             place.copy_(source, non_blocking=True)  # both contiguous, so a plain copy: no kernel
-        done = side.record_event()
-    return lambda: main.wait_event(done)
+    return copies.done()
 
 
 def settle(device: torch.device) -> None:
@@ -110,4 +130,4 @@ def settle(device: torch.device) -> None:
 
 def pooled_bytes() -> int:
     """Symmetric memory of this process, which torch's allocator does not count."""
-    return sum(memory.nbytes for memory, *_ in _pools.values())
+    return sum(memory.nbytes for shown in _shown.values() for memory, _ in shown.memory.values())

@@ -20,9 +20,10 @@ from kernels import Mask, block_backward, block_forward, output_delta
 from kernels.block import Carry
 from kernels.reference import accumulation_dtype
 
+from .beside import Beside
 from .layout import cut
 from .mover import Mover
-from .packed import new_packed, unpack
+from .packed import unpack
 from .plan import Step
 from .transport import Homeward, travel
 
@@ -43,18 +44,24 @@ def ring_forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     acc = out if final == 0 else torch.empty_like(out, dtype=accumulation_dtype(q.dtype))
     lse = acc.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    heads, done = slice(0, q.shape[2]), steps[final].queries
+    early = [run for run in (slice(0, done.start), slice(done.stop, q.shape[1])) if run.start < run.stop]
+    casts = Beside(q.device, "sums")
     for index, step, k_block, v_block in travel(mover, k, v):
         if index and not step.pieces:
             continue  # others need this step
         rows, last = step.queries, index == final
-        so_far = (acc[:, rows], lse[:, :, rows]) if index else start
-        into = (out if last else acc)[:, rows], lse[:, :, rows]
+        so_far = (take(acc, rows, heads), take(lse, heads, rows)) if index else start
+        into = take(out if last else acc, rows, heads), take(lse, heads, rows)
         at = step.q_at, step.k_at
-        block_forward(q[:, rows], k_block, v_block, mask, *at, so_far, last, head_start, into=into, **options)
-    if acc is not out:  # the last block wrote its rows in the final dtype; these saw their last key before
-        done = steps[final].queries
-        for rest in (slice(0, done.start), slice(done.stop, None)):
-            out[:, rest] = acc[:, rest]
+        if last and early:
+            casts.follow()
+        block_forward(take(q, rows, heads), k_block, v_block, mask, *at, so_far, last, head_start, into=into, **options)
+    if early:  # the last block wrote its rows in the final dtype; these saw their last key before it
+        with casts.run():
+            for rows in early:
+                out[:, rows] = acc[:, rows]
+        casts.done()()
     return out, lse
 
 
@@ -82,16 +89,16 @@ def ring_backward(
         """One kernel: all queries of the step, some KV heads, some of its keys."""
         rows, query_heads = step.queries, slice(heads.start * group, heads.stop * group)
         block_backward(
-            dout[:, rows, query_heads],
-            q[:, rows, query_heads],
-            k_block[:, keys, heads],
-            v_block[:, keys, heads],
-            lse[:, query_heads, rows],
-            delta[:, query_heads, rows],
+            take(dout, rows, query_heads),
+            take(q, rows, query_heads),
+            take(k_block, keys, heads),
+            take(v_block, keys, heads),
+            take(lse, query_heads, rows),
+            take(delta, query_heads, rows),
             mask,
             step.q_at,
             cut(step.k_at, keys.start, keys.stop),
-            dq[:, rows, query_heads],
+            take(dq, rows, query_heads),
             dk,
             dv,
             head_start + query_heads.start,
@@ -107,7 +114,7 @@ def ring_backward(
 
     acc, width = accumulation_dtype(q.dtype), k.shape[3]
     dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
-    mine = new_packed(k.shape[1], k, v, acc)
+    mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
     home = Homeward(mover, mine)
     first, second = halves(k.shape[2], own.num_keys)
 
@@ -117,20 +124,24 @@ def ring_backward(
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             own_block(*first, add="dq")
-            for begun in (mine[own.num_keys :], mine[second[1], :, second[0]]):  # what the other half adds to
-                begun.zero_()
+            home.begin(mine[own.num_keys :], mine[second[1], :, second[0]])
             continue
         for heads in home.head_parts():
             part = home.part(index, heads)
             if step.pieces:
                 block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys), add="dq")
             home.send(index, heads, part)
+    home.settle()
     own_block(*second, add=True)
-    home.collect()
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    dk.copy_(unpack(mine, width)[0])
-    dv.copy_(unpack(mine, width)[1])
+    home.finish(dk, dv)
     return dq.to(q.dtype), dk, dv, delta
+
+
+def take(x: Tensor, one: slice, two: slice) -> Tensor:
+    """x[:, one, two]; x itself if that is all of it, which takes no time."""
+    x = x if one.stop - one.start == x.shape[1] else x[:, one]
+    return x if two.stop - two.start == x.shape[2] else x[:, :, two]
 
 
 def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:

@@ -5,60 +5,67 @@ The ring tells a mover what its plan says, and the mover knows how:
     for index, step, k, v in travel(mover, k, v): …       each block; the next one travels while this one is used
     home = Homeward(mover, mine)                          takes dK/dV of a block back to its owner, who adds them up
 
-- `p2p`: one grouped call a step, straight from each owner. K and V of a row lie side by side, so a block is one message.
-- `all_gather`: the same, but all other ranks' rows are one step: one kernel instead of P - 1, for short shards.
+- `p2p`: one grouped call a step, straight from each owner.
 - `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only.
+- `all_gather`, `pull_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
+  for short shards, at the price of memory for all the rows, and of transfers that only the own block hides.
 
 dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
-it in fp32 while the next kernel runs, in an order that never changes. So no kernel waits for a hop, a late rank holds up
-nobody in between, and only rows that somebody saw are sent; the price is one more addition in memory. Blocks of many bytes
-go in parts of some KV heads, so that two parts going out and one coming in are less than one block.
+it in fp32 beside the next kernel, in an order that never changes. So no kernel waits for a hop, a late rank holds up nobody
+in between, and only rows that somebody saw are sent; the price is one more addition in memory. Blocks of many bytes go in
+parts of some KV heads, so that two parts going out and two coming in are one block.
 """
 
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import progress
+from .beside import Beside, Transfer
 from .groups import Pair
 from .messages import Messages
-from .mover import Mover, Transfer
-from .packed import new_packed, unpack
-from .plan import Plan, Step
+from .mover import Mover, slots
+from .packed import by_rows, new_rows, unpack
+from .plan import Piece, Plan, Step
 
-TRANSPORTS = ("auto", "p2p", "all_gather", "pull")
-# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. p2p runs everywhere;
-# another takes its place where a result of parallel.bench has it ahead.
-AUTO: dict[str, tuple[tuple[int | None, str], ...]] = {
-    "cpu": ((None, "p2p"),),
-    "one host": ((None, "p2p"),),
-    "many hosts": ((None, "p2p"),),
+TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
+MERGED = ("all_gather", "pull_all")  # one step for all other ranks
+PULLED = ("pull", "pull_all")
+# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
+# and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where a result of
+# parallel.bench has it ahead.
+AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
+    "cpu": ((None, "p2p", "p2p"),),
+    "one host": ((None, "p2p", "p2p"),),
+    "many hosts": ((None, "p2p", "p2p"),),
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
-def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int) -> str:
+def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, backward: bool = False) -> str:
     """What moves blocks, or a ValueError that says why the named one cannot."""
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
     place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
-    if name == "pull" and place != "one host":
+    if name in PULLED and place != "one host":
         needs = "needs CUDA" if place == "cpu" else "needs all ranks on one host"
-        raise ValueError(f"transport='pull' {needs}: use 'p2p', 'all_gather' or 'auto'")
+        raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
-        name = next(kind for limit, kind in AUTO[place] if limit is None or nbytes <= limit)
+        name = next(kinds[backward] for limit, *kinds in AUTO[place] if limit is None or nbytes <= limit)
         if os.environ.get("RINGSPAN_LOG") == "1":
-            print(f"ringspan: the ring moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
+            way = "backward" if backward else "forward"
+            print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
     return name
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
-    if transport == "pull":
+    if transport in PULLED:
         from .pull import Pull  # only there where CUDA is
 
         return Pull(pair, plan, device)
@@ -67,34 +74,58 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
     """Each step of the plan with its keys and values. What the next step needs is on its way while this one computes."""
-    steps, width = mover.plan.steps, k.shape[-1]
+    steps = mover.plan.steps
     own = steps[0].pieces[0].rows
     block = k[:, own], v[:, own]
     if len(steps) > 1:
         mover.publish(k, v)
         most = max(step.num_keys for step in steps[1:])
-        buffers = [new_packed(most, k, v) for _ in range(min(2, len(steps) - 1))]
+        buffers = [new_rows(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
-        coming = None
-        if index + 1 < len(steps):
-            following = steps[index + 1]
-            buffer = buffers[index % len(buffers)][: following.num_keys]
-            coming = mover.fetch(index + 1, buffer)
+        if index + 1 == len(steps):
+            yield index, step, *block
+            return
+        following = steps[index + 1]
+        rows_k, rows_v = (buffer[: following.num_keys] for buffer in buffers[index % len(buffers)])
+        coming = mover.fetch(index + 1, (rows_k, rows_v))
         yield index, step, *block
-        if coming is not None:
-            progress.hop(index + 1, len(steps) - 1)
-            coming.wait()
-            moved["kv"] += bool(following.pieces)
-            block = unpack(buffer, width)
+        progress.hop(index + 1, len(steps) - 1)
+        coming()
+        moved["kv"] += bool(following.pieces)
+        block = by_rows(rows_k), by_rows(rows_v)
+
+
+class Arrival(NamedTuple):
+    """What comes in for some heads, and the memory that has to stay until it has been added."""
+
+    transfer: Transfer
+    pieces: list[Piece]  # whose rows of mine they are for
+    heads: slice
+    into: Tensor  # piece after piece
+    part: Tensor  # what goes out at the same time
 
 
 class Homeward:
-    """Gradients of others' keys on their way to their owners, and what others return, added to `mine`."""
+    """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
+
+    Sums are made on a stream beside the kernels', so that none stands between two of these.
+    """
 
     def __init__(self, mover: Mover, mine: Tensor) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
         self.turn = 0
-        self.coming: tuple[Transfer, int, slice, Tensor, Tensor] | None = None
+        self.coming: Arrival | None = None
+        self.sums = Beside(mine.device, "sums")
+        self.sums.follow()
+        self.summed: Transfer = lambda: None
+        self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for
+
+    def begin(self, *zeros: Tensor) -> None:
+        """Given behind the first kernel that writes to `mine`: zeros where it does not, for all that is added there."""
+        with self.sums.run():
+            for x in zeros:
+                x.zero_()
+        self.summed = self.sums.done()
 
     def head_parts(self) -> list[slice]:
         """KV heads whose gradients go together."""
@@ -110,21 +141,41 @@ class Homeward:
 
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
-        self.collect()
-        rows = sum(len(piece) for piece in self.mover.plan.gives[index])
-        into = self.mine.new_empty((rows, *part.shape[1:]))
-        self.coming = self.mover.give(index, self.turn, part, into), index, heads, part, into
+        self.settle()
+        if self.coming is not None:
+            with self.sums.run():
+                for rows, more in self._arrived(self.coming):
+                    self.mine[rows, :, self.coming.heads].add_(more)
+            self.summed, self.held = self.sums.done(), self.coming
+        pieces = self.mover.plan.gives[index]
+        into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
+        self.coming = Arrival(self.mover.give(index, self.turn, part, into), pieces, heads, into, part)
         self.turn = 1 - self.turn
 
-    def collect(self) -> None:
-        """Adds what has come in."""
-        if self.coming is None:
-            return
-        transfer, index, heads, _, into = self.coming
-        transfer.wait()
-        self.coming = None
-        row = 0
-        for piece in self.mover.plan.gives[index]:
-            self.mine[piece.rows, :, heads] += into[row : row + len(piece)]
-            row += len(piece)
-            moved["dkv"] += 1
+    def settle(self) -> None:
+        """Kernels from here on see the sums that have begun."""
+        self.summed()
+        self.held = None
+
+    def finish(self, *grads: Tensor) -> None:
+        """dk and dv: what came last is added straight into them, and all else is cast."""
+        assert self.coming is not None, "a ring of several steps sends something in each"
+        heads = self.coming.heads
+        *sums, (rows, last) = self._arrived(self.coming) or [(slice(0, 0), self.mine[:0, :, heads])]
+        for piece, more in sums:
+            self.mine[piece, :, heads].add_(more)
+        before, behind = slice(0, rows.start), slice(rows.stop, None)
+        others = [(rows, slice(0, heads.start)), (rows, slice(heads.stop, None)), (before, slice(None)), (behind, slice(None))]
+        width = grads[0].shape[3]
+        for grad, mine, more in zip(grads, unpack(self.mine, width), unpack(last, width), strict=True):
+            torch.add(mine[:, rows, heads], more, out=grad[:, rows, heads])
+            for at in others:
+                if (rest := mine[:, *at]).numel():
+                    grad[:, *at] = rest
+
+    def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
+        """Rows of mine, and what is to be added to them."""
+        arrival.transfer()
+        moved["dkv"] += len(arrival.pieces)
+        places = slots(arrival.pieces, (arrival.into,))
+        return [(piece.rows, place) for piece, (place,) in zip(arrival.pieces, places, strict=True)]

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention
+from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention, transport
 from parallel import groups as groups_of
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
 from parallel.transport import moved
 
+from . import shared_memory
 from .shared_memory import installed
 from .work import Case, compare, differences, inputs, make_mask, mesh, shard_of, shared, single
 
@@ -281,6 +282,40 @@ def pull_in_haste(case: Case) -> float:
             out = context_attention(*mine, layout=layout, mesh=here, transport=case.transport, **options)
             worst = max(worst, float((out - layout.shard(attention(q, k, v, **options), 1, rank)).abs().max()))
     return worst
+
+
+def barriers(case: Case) -> dict[str, int]:
+    """How many a forward and a backward wait in."""
+    here = mesh(case.ring)
+    layout, rank = here.layout(case.kind, case.length), here.context_rank
+    q, k, v = (layout.shard(inputs(case)[name], 1, rank).requires_grad_() for name in "qkv")
+    counts: dict[str, int] = {}
+    transport.PART_BYTES = case.part_bytes
+    wait = shared_memory.Handle.barrier
+
+    def counting(handle: Any, **options: Any) -> None:
+        counts[now] = counts.get(now, 0) + 1
+        wait(handle, **options)
+
+    def forward() -> Tensor:
+        options = dict(mask=make_mask(case.mask), layout=layout, mesh=here, transport=case.transport, backend=case.backend)
+        return context_attention(q, k, v, **options)
+
+    with installed():
+        forward()  # where nothing has been read yet
+        shared_memory.Handle.barrier = counting
+        try:
+            now = "forward"
+            out = forward()
+            now = "backward"
+            out.sum().backward()
+            now = "after a backward"
+            forward()
+            now = "after a forward"
+            forward()
+        finally:
+            shared_memory.Handle.barrier = wait
+    return counts
 
 
 def comparisons(calls: int, step: int | None) -> int:

@@ -11,6 +11,7 @@ from parallel.peers import Setting
 
 from ..docs.test_tables import tables
 from . import jobs
+from .pool import Failed
 
 
 def test_runs_to_the_end(tmp_path: Path, pools) -> None:
@@ -58,6 +59,37 @@ class _Wrong:
             return bench.main([*argv.split(), "--json", str(self.path)])
         finally:
             peers.context_attention = right
+
+
+def test_what_was_measured_is_kept(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    with pytest.raises(Failed, match="cut short"):
+        pools(2)(_Cut(path))
+    result = json.loads(path.read_text())
+    assert [setting["name"] for setting in result["settings"]] == ["24-h2-1-d16"]
+    assert [row["status"] for row in result["rows"]] == ["ok"]
+
+
+class _Cut:
+    """The second setting does not come to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> int:
+        right = bench.measure
+
+        def measure(setting: Setting, *rest) -> list:
+            if setting.tokens == 32:
+                raise RuntimeError("cut short")
+            return right(setting, *rest)
+
+        bench.measure = measure
+        try:
+            argv = "--device cpu --tokens 24 32 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only ring-zigzag-p2p"
+            return bench.main([*argv.split(), "--json", str(self.path)])
+        finally:
+            bench.measure = right
 
 
 def test_alone_costs_as_much_as_a_rank_s_share() -> None:

@@ -19,7 +19,7 @@ from .pool import Failed, Pool
 from .work import Case
 
 pytestmark = pytest.mark.gpu
-TRANSPORTS = ["p2p", "all_gather", "pull"]
+TRANSPORTS = ["p2p", "all_gather", "pull", "pull_all"]
 CAUSAL = dict(causal=True)
 DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2] * 2300)
 BF16 = Case(

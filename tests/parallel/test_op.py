@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel.transport import AUTO, TRANSPORTS, choose_transport
+from kernels import Mask
+from parallel import Layout
+from parallel.groups import Pair
+from parallel.messages import Messages
+from parallel.packed import new_rows
+from parallel.plan import make_plan
+from parallel.transport import AUTO, PULLED, TRANSPORTS, choose_transport
 
 from . import jobs
 from .work import Case
@@ -86,18 +92,60 @@ def test_auto_chooses_from_a_table() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for nbytes in (0, 2**20, 2**33):
         assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
-        assert choose_transport("auto", pair, cuda, nbytes) in TRANSPORTS[1:]
-        assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes) != "pull"
-        assert choose_transport("pull", pair, cuda, nbytes) == "pull"  # forced
-    with pytest.raises(ValueError, match="needs CUDA"):
-        choose_transport("pull", pair, cpu, 0)
-    with pytest.raises(ValueError, match="one host"):
-        choose_transport("pull", SimpleNamespace(one_host=False), cuda, 0)
+        for backward in (False, True):
+            assert choose_transport("auto", pair, cuda, nbytes, backward) in TRANSPORTS[1:]
+            assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes, backward) not in PULLED
+    for name in PULLED:
+        assert choose_transport(name, pair, cuda, 0) == name  # forced
+        with pytest.raises(ValueError, match=f"{name}' needs CUDA"):
+            choose_transport(name, pair, cpu, 0)
+        with pytest.raises(ValueError, match="one host"):
+            choose_transport(name, SimpleNamespace(one_host=False), cuda, 0)
     for table in AUTO.values():
-        limits = [limit for limit, _ in table]
+        limits = [limit for limit, *_ in table]
+        assert all(set(kinds) <= set(TRANSPORTS[1:]) and len(kinds) == 2 for _, *kinds in table)
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 7 + [1] * 9)], ids=["causal", "documents"])
 def test_a_mask_is_planned_once_for_all_layers(mask: dict, pools) -> None:
     assert pools(2)(jobs.plans_made, mask) == [1, 1]
+
+
+class _Group:
+    """A process group that groups calls, as NCCL's does, and writes down what it is told."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def _get_backend(self, device: torch.device) -> "_Group":
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.told.append(("start",))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.told.append(("recv", peer, tag, *(x.data_ptr() for x in tensors)))
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.told.append(("send", peer, tag, *(x.data_ptr() for x in tensors)))
+
+    def _end_coalescing(self, device: torch.device) -> SimpleNamespace:
+        self.told.append(("end",))
+        return SimpleNamespace(wait=lambda: self.told.append(("wait",)))
+
+
+def test_a_step_is_one_grouped_call_straight_from_k_and_v() -> None:
+    group, gradients = _Group(), _Group()
+    plan = make_plan(Layout("zigzag", 32, 4), Mask(causal=True), rank=1)
+    mover = Messages(Pair(group, gradients, True, [0, 1, 2, 3], 1.0), plan, torch.device("cpu"))
+    k, v = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16)
+    mover.publish(k, v)
+    rows = new_rows(plan.steps[1].num_keys, k, v)
+    mover.fetch(1, rows)()
+    taken = [("recv", 0, tag, x.data_ptr()) for tag, x in enumerate(rows)]
+    given = [("send", 2, tag, x.data_ptr()) for tag, x in enumerate((k, v))]
+    assert group.told == [("start",), *taken, *given, ("end",), ("wait",)]
+    assert gradients.told == []

@@ -64,18 +64,28 @@ def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None
             assert not wrong, f"{case} on rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize("ring, ulysses", [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "ring, ulysses, transport",
+    [(2, 1, "pull"), (3, 1, "pull"), (4, 1, "pull"), (2, 2, "pull"), (3, 1, "pull_all"), (4, 1, "pull_all")],
+)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None:
+def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
     """The copy engines' transport over memory that processes share: who reads what, where, and behind which barrier."""
     if kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
     for case in cases(kind, ring, ulysses):
-        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport="pull"))):
+        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport=transport))):
             wrong = {name: error for name, error in errors.items() if not error <= EXACT}
             assert not wrong, f"{case} on rank {rank}: {wrong}"
 
 
-def test_pulling_from_ranks_that_are_ahead(pools) -> None:
-    case = Case("haste", ring=3, transport="pull", mask=dict(causal=True), part_bytes=0)
+@pytest.mark.parametrize("transport", ["pull", "pull_all"])
+def test_pulling_from_ranks_that_are_ahead(transport: str, pools) -> None:
+    case = Case("haste", ring=3, transport=transport, mask=dict(causal=True), part_bytes=0)
     assert max(pools(3)(jobs.pull_in_haste, case)) <= EXACT
+
+
+def test_a_barrier_is_spared_where_one_has_passed(pools) -> None:
+    """Before K/V are published again; and one behind that, and one for each step's gradients, always."""
+    for counts in pools(3)(jobs.barriers, Case("barriers", ring=3, transport="pull", mask=dict(causal=True))):
+        assert counts == {"forward": 2, "backward": 4, "after a backward": 1, "after a forward": 2}

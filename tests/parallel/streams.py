@@ -1,0 +1,146 @@
+"""GPUs without GPUs: ranks of one process whose work waits on streams and is then done in any order that streams allow.
+
+A GPU's host only gives orders. Here too: each rank's program runs to its end while every operation on memory is put off, with
+the stream it was given to. Then a random one of the streams that may go on does its next operation, until all are through;
+one of them only goes on when no other can. What no event and no barrier keeps in order comes out wrong: memory starts as NaN.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import block_backward, block_forward, output_delta
+from parallel import pull, ring, transport
+
+Stream = tuple[int, str]  # a rank's
+
+
+class Machine:
+    """Streams of all ranks. An order is (run, ready): it is done when it is the first of its stream and ready."""
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        self.ranks, self.random = ranks, random.Random(seed)
+        self.queues: dict[Stream, deque[tuple[Callable[[], Any], Callable[[], bool]]]] = {}
+        self.current: Stream = 0, "kernels"
+        self.shown: dict[int, list[Tensor]] = {}  # symmetric memory, in the order in which it is made
+        self.made = [0] * ranks
+        self.arrived = [0] * ranks  # at barriers
+        self.asked = [0] * ranks
+
+    def give(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True, stream: Stream | None = None) -> None:
+        self.queues.setdefault(stream or self.current, deque()).append((run, ready))
+
+    def record(self, stream: Stream) -> list[bool]:
+        passed: list[bool] = []
+        self.give(lambda: passed.append(True), stream=stream)
+        return passed
+
+    def wait(self, stream: Stream, event: list[bool]) -> None:
+        self.give(lambda: None, lambda: bool(event), stream)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        rank = self.current[0]
+        self.asked[rank] += 1
+        number = self.asked[rank]
+
+        def arrive() -> None:
+            self.arrived[rank] = number
+
+        self.give(arrive)
+        self.give(lambda: None, lambda: min(self.arrived) >= number)
+
+    def run(self) -> None:
+        late = self.random.choice(list(self.queues))
+        while waiting := [stream for stream, queue in self.queues.items() if queue]:
+            able = [stream for stream in waiting if self.queues[stream][0][1]()]
+            assert able, "all streams wait for each other"
+            chosen = self.random.choice([stream for stream in able if stream != late] or able)
+            self.queues[chosen].popleft()[0]()
+
+
+class PutOff(TorchDispatchMode):
+    """Operations on memory become orders; views and new memory are there at once."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if written:
+            self.machine.give(lambda: func(*args, **kwargs))
+            return kwargs.get("out", args[0])
+        result = func(*args, **kwargs)
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return result
+        if "empty" in func.__name__:
+            return result.fill_(torch.nan) if result.is_floating_point() else result
+        self.machine.give(lambda: result.copy_(func(*args, **kwargs)))
+        return result
+
+
+def nans(count: int) -> Tensor:
+    return torch.frombuffer(bytearray(b"\xff") * count, dtype=torch.uint8)
+
+
+@contextmanager
+def installed(machine: Machine) -> Iterator[None]:
+    """`parallel.pull`, the ring and what moves gradients home, given to the machine's streams."""
+
+    class Beside:
+        def __init__(self, device: torch.device, use: str) -> None:
+            self.stream = machine.current[0], use
+
+        def follow(self) -> None:
+            machine.wait(self.stream, machine.record(machine.current))
+
+        @contextmanager
+        def run(self) -> Iterator[None]:
+            before, machine.current = machine.current, self.stream
+            yield
+            machine.current = before
+
+        def done(self) -> Callable[[], None]:
+            event = machine.record(self.stream)
+            return lambda: machine.wait(machine.current, event)
+
+    def rendezvous(memory: Tensor, group: Any) -> SimpleNamespace:
+        rank = machine.current[0]
+        index, machine.made[rank] = machine.made[rank], machine.made[rank] + 1
+        everyone = machine.shown.setdefault(index, [nans(memory.numel()) for _ in range(machine.ranks)])
+
+        def get_buffer(owner: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int) -> Tensor:
+            count = torch.Size(shape).numel()
+            return everyone[owner].view(dtype)[begin : begin + count].view(shape)
+
+        return SimpleNamespace(get_buffer=get_buffer, barrier=machine.barrier)
+
+    def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
+        result = dout.new_empty(dout.shape[0], dout.shape[2], dout.shape[1])
+        machine.give(lambda: result.copy_(output_delta(dout, out, *args, **options)))
+        return result
+
+    def put_off(kernel: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *args, **options: machine.give(lambda: kernel(*args, **options))
+
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (pull, ring, transport)]
+    fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
+    fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
+    fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
+    saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
+    for module, name, fake in fakes:
+        setattr(module, name, fake)
+    try:
+        with PutOff(machine):
+            yield
+    finally:
+        for module, name, right in saved:
+            setattr(module, name, right)
