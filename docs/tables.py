@@ -118,7 +118,8 @@ def train(result: Result) -> str:
         for row in result["differences"]:
             splits = " and ".join(dict.fromkeys(row["splits"]))
             lines.append(f"| {row['differ_in']} | {splits} | {row['steps']} | {row['largest']:.2g} | {row['loss']:.3f} |")
-    return "\n".join(lines) + "\n\n" + _origin(result)
+    picture = f"[The losses, drawn]({result['plot']}). " if result.get("plot") else ""
+    return "\n".join(lines) + f"\n\n{picture}{_origin(result)}"
 
 
 def _number(value: float) -> str:

@@ -282,7 +282,10 @@ def main(argv: list[str] | None = None) -> int:
     if path is not None:
         named = ["--save", *([args.save] if args.save else [])] * (args.save is not None) + ["--plot"] * (plot is not None)
         command = shlex.join([*PROGRAM.split(), *(f"runs/{run.name}" for run in runs), "--skip", str(args.skip), *named])
-        path.write_text(json.dumps(result(runs, rows, found, command), indent=1, allow_nan=False) + "\n")
+        whole = result(runs, rows, found, command)
+        if plot is not None and plot.resolve().is_relative_to(DOCS.parent):
+            whole["plot"] = plot.resolve().relative_to(DOCS.parent).as_posix()
+        path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
         print(f"\nwritten: {path}")
     return 0
 
