@@ -34,7 +34,8 @@ from .footprint import GIB, footprint
 DOCS = check.RESULTS.parent
 PROGRAM = "python -m trainer.results"
 LEAST = 3  # steps that a median is taken of
-PRIVATE = ("runs", "name", "data.cache")  # where a run lay is no part of what it was
+PRIVATE = ("runs", "name", "data.cache", "checkpoint.resume")  # where a run lay is no part of what it was
+PLACES = ("paths", "path", "init_from")  # nor where its files were, but that it had some
 Row = dict[str, Any]
 
 
@@ -151,7 +152,8 @@ def _dtype(config: Config, gpu: bool) -> str:
 
 def _started(run: Recorded) -> str:
     """What starts such a run."""
-    given = [text for text in run.start["overrides"] if text.partition("=")[0] not in PRIVATE]
+    pairs = [text.partition("=")[::2] for text in run.start["overrides"]]
+    given = [f"{key}={'…' if key.endswith(PLACES) else value}" for key, value in pairs if key not in PRIVATE]
     return f"torchrun --nproc-per-node={run.start['ranks']} -m trainer.train {shlex.join(given)}".rstrip()
 
 

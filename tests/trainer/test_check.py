@@ -167,11 +167,10 @@ def test_a_layers_backward_is_what_torch_allocates(activation: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_a_compiled_layer_saves_what_the_plan_says(activation: str) -> None:
+def test_a_compiled_layer_saves_what_the_plan_says() -> None:
     kept = {}
     for layers in (1, 2):
-        overrides = ["model=tiny", f"model.layers={layers}", f"model.activation={activation}", "data.length=256"]
+        overrides = ["model=tiny", f"model.layers={layers}", "data.length=256"]
         overrides += ["engine.activations=none", "engine.compile=on", "parallel.device=cpu"]
         config = check.resolve(compose.load(overrides, world_size=1).config)
         model = GPT(config.model)

@@ -56,7 +56,9 @@ def test_a_row_says_what_ran_and_how_fast(runs: Folder, tmp_path: Path, capsys: 
     assert sum(share for name, share in row["shares"].items() if "hidden" not in name) == pytest.approx(1)
     assert all(row["shares"][name] > 0 for name in ("attention", "products", "other"))
     assert row["command"].startswith("torchrun --nproc-per-node=2 -m trainer.train data=text")
-    assert str(runs) not in json.dumps(found) and found["command"] == "python -m trainer.results runs/ring --skip 2"
+    assert not any(str(place) in json.dumps(found) for place in (runs, jobs.ROOT))
+    assert "data.sources.text.paths=…" in row["command"] and "name=" not in row["command"]
+    assert found["command"] == "python -m trainer.results runs/ring --skip 2"
     out = capsys.readouterr().out
     assert "median of 4" in out and "counting attention 3.5×" in out and "step 5, profiled" in out
 
