@@ -213,7 +213,7 @@ def draw(runs: list[Recorded], found: list[Row], path: Path) -> None:
         label = f"{row['differ_in']}: {' and '.join(row['runs'])}"
         axes[1, 0].plot(both, [max(abs(first[step] - second[step]), 1e-9) for step in both], label=label)
     if found:
-        axes[1, 0].set(yscale="log", ylabel="difference of the losses")
+        axes[1, 0].set(yscale="log", ylabel="difference of the losses (none stands at 1e-9)")
     for axis in axes[:, 0]:
         axis.legend(fontsize=8)
     axes[-1, 0].set(xlabel="step")
