@@ -8,6 +8,8 @@ A region stands between two lines of its own. NAME is the file docs/results/NAME
     <!-- table: NAME -->
     <!-- end -->
 
+`<!-- table: NAME if measured -->` says that nothing was measured yet until there is such a file.
+
 How a result becomes markdown depends on its field "kind": one function each in KINDS.
 """
 
@@ -20,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-REGION = re.compile(r"^<!-- table: (?P<name>\S+) -->\n(?P<body>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
+REGION = re.compile(
+    r"^<!-- table: (?P<name>\S+)(?P<maybe> if measured)? -->\n(?P<body>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE
+)
 OPENING = re.compile(r"^<!-- table: .*-->$", re.MULTILINE)
 Result = dict[str, Any]
 
@@ -90,6 +94,34 @@ def ring(result: Result) -> str:
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 
+def train(result: Result) -> str:
+    """Whole training steps, a row a run; then how far the losses of runs are apart that should have the same."""
+    lines = [
+        "| run | tokens/s | TFLOP/s per GPU, attention counted 3.5× (3×) | MFU 3.5× (3×) | peak GiB, planned "
+        "| of a profiled step outside products and attention |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        ways = " × ".join(f"{name} {size}" for name, size in row["split"].items() if size > 1) or "no split"
+        name = f"{row['model']}, {row['batch']} × {row['length']:,} tokens on {row['ranks']}: {ways}, ZeRO {row['zero']}"
+        cells = [f"{row['tokens_per_s']:,.0f}", f"{_number(row['tflops_3.5x'])} ({_number(row['tflops_3x'])})"]
+        cells.append(f"{row['mfu_3.5x']:.1%} ({row['mfu_3x']:.1%})" if "mfu_3x" in row else "–")
+        cells.append(f"{row['gib']:.1f}, {row['planned_gib']:.1f}" if "gib" in row else "–")
+        cells.append(f"{1 - row['shares']['attention'] - row['shares']['products']:.1%}" if "shares" in row else "–")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if result["differences"]:
+        lines += [
+            "",
+            "| runs that differ by | | steps | largest difference of the loss | at a loss of |",
+            "|---|---|--:|--:|--:|",
+        ]
+        for row in result["differences"]:
+            splits = " and ".join(dict.fromkeys(row["splits"]))
+            lines.append(f"| {row['differ_in']} | {splits} | {row['steps']} | {row['largest']:.2g} | {row['loss']:.3f} |")
+    picture = f"[The losses, drawn]({result['plot']}). " if result.get("plot") else ""
+    return "\n".join(lines) + f"\n\n{picture}{_origin(result)}"
+
+
 def _number(value: float) -> str:
     """Three digits: 626, 53.7, 0.0342."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -102,12 +134,14 @@ def _origin(result: Result) -> str:
     return f"{result['device']}, {result['dtype']}, {versions}, {result['date']}{commit}: `{result['command']}`"
 
 
-KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles, "ring": ring}
+KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles, "ring": ring, "train": train}
 
 
-def render(name: str, results: Path) -> str:
+def render(name: str, results: Path, maybe: bool = False) -> str:
     """The markdown of one result."""
     path = results / f"{name}.json"
+    if maybe and not path.is_file():
+        return "*Not measured yet.*"
     if not path.is_file():
         have = ", ".join(sorted(p.stem for p in results.glob("*.json"))) or "none"
         raise ValueError(
@@ -128,10 +162,12 @@ def update(text: str, results: Path) -> tuple[str, list[str]]:
         name = match["name"]
         if OPENING.search(match["body"]):
             raise ValueError(f"the region of table {name} has no end: close it with <!-- end -->")
-        body = f"\n{render(name, results)}\n\n"  # markdown wants an empty line between a comment and a table
+        body = (
+            f"\n{render(name, results, bool(match['maybe']))}\n\n"  # markdown wants an empty line between a comment and a table
+        )
         if body != match["body"]:
             stale.append(name)
-        return f"<!-- table: {name} -->\n{body}<!-- end -->"
+        return f"<!-- table: {name}{match['maybe'] or ''} -->\n{body}<!-- end -->"
 
     new = REGION.sub(replace, text)
     if len(OPENING.findall(text)) != len(REGION.findall(text)):

@@ -13,6 +13,8 @@ What was found out, and is used here:
 - Its first start on a CPU compiles a shared-memory op for over a minute; without the op gloo does that work.
 - It makes process groups of its own without our timeout.
 - In fp32, ZeRO 0 steps on gradients that are not finite; the other stages skip the step.
+- In bf16, ZeRO 1 has an optimizer of its own, with fp32 sums of all gradients. Unless told to add each one when it comes
+  (immediate_grad_update), it keeps them all in bf16 too until the backward is over.
 - ZeRO 0 has no fp32 master weights beside bf16 ones: there the weights are fp32 and autocast makes the products bf16.
 """
 
@@ -273,7 +275,7 @@ def _settings(config: Config, bf16: bool, accumulation: int) -> dict[str, Any]:
         gradient_clipping=config.optim.clip if engine.zero else 0.0,
         communication_data_type="fp32",
         data_types=dict(grad_accum_dtype="fp32"),
-        bf16=dict(enabled=bf16),
+        bf16=dict(enabled=bf16, immediate_grad_update=True),
         zero_optimization=zero,
         zero_allow_untested_optimizer=True,
         steps_per_print=None,

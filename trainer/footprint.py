@@ -5,7 +5,8 @@ before the first layer goes backward. The peak is the largest moment. P paramete
 
     weights      b·P; ZeRO 3: b·P/N and what is gathered at a time; ZeRO 0 in bf16: fp32, and bf16 copies while they are used
     optimizer    fp32 weights and two moments: 12·P/N (ZeRO 0: two moments, 8·P); muon keeps one moment of matrices
-    gradients    fp32: 4·P for ZeRO 0 and 1, which begin anew each step, 4·P/N for 2 and 3; and buckets on their way
+    gradients    fp32: 4·P for ZeRO 0 and 1, 4·P/N for 2 and 3, and buckets on their way. ZeRO 0, and 1 in fp32, begin anew each
+                 step; 1 in bf16 keeps its 4·P for ever and reduces them where they are. A tied head's waits for the embedding's
     checkpoints  layers · b·n·dim of inputs; `attention` adds b·n·heads·head_dim + 4·n·heads of (out, lse)
 
 This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from .config import Config
 from .cost import head_dim, parameters
-from .rules import mesh_of
+from .rules import compiles, mesh_of
 
 GIB = 2**30
 RESERVE = 0.08
@@ -69,13 +70,16 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     gradients = 4 * P / (shards if engine.zero > 1 else 1)
     if engine.offload_optimizer and engine.zero > 1:
         gradients = 0
-    if engine.zero:
+    in_place = engine.zero == 1 and bf16 and not engine.offload_optimizer  # DeepSpeed's BF16_Optimizer
+    if engine.zero and not in_place:
         always["gradient buckets"] = engine.bucket_mb * 2**20 * (2 if engine.zero > 1 else 1)
 
     heads, kv = model.heads * width, model.kv_heads * width
     inputs, attention = b * n * model.dim, b * n * heads + 4 * n * model.heads
-    gates = 4 if model.activation == "swiglu" else 2
-    saved_mlp = b * n * (model.dim + gates * model.mlp_dim)
+    # In MLP widths: what autograd saves (the compiler makes silu(gate) again), and the most that its backward has at a time:
+    # swiglu's gate, up, their gradients, and two that came in and went out; gelu's input, its gradient, and its output's.
+    saved_widths, most_widths = (3 if compiles(config, gpu) else 4, 6) if model.activation == "swiglu" else (2, 3)
+    saved_mlp = b * n * (model.dim + saved_widths * model.mlp_dim)
     saved_attention = b * n * (2 * model.dim + heads + 2 * kv) + attention
     if engine.activations == "none":
         checkpoints = model.layers * (inputs + saved_attention + saved_mlp)
@@ -87,12 +91,14 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     base = list(always)
     always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
     micro_batches = config.data.batch // (config.data.micro_batch * data)
-    if engine.zero > 1 or micro_batches > 1:
+    if engine.zero > 1 or micro_batches > 1 or in_place:
         base.append("gradients")  # there from the start, or since the micro-batch before
 
+    # What runs again, less the (out, lse) that are among the checkpoints.
     again = 0 if engine.activations == "none" else 1
-    backward_mlp = again * (saved_attention + saved_mlp) + b * n * (3 * model.mlp_dim + 2 * model.dim)
-    backward_attention = again * saved_attention + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
+    recomputed = saved_attention - (attention if engine.activations == "attention" else 0)
+    backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
+    backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
         blocks = 3 * b * n * 2 * kv  # shown to others, used, and coming in
         backward_attention += blocks + 2 * 4 * n * 2 * kv  # dk and dv: mine, and two parts on their way
@@ -102,12 +108,21 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     found.terms["a layer's backward"] = max(backward_mlp, backward_attention) + weight_gradients
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
-    found.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + 2 * b)
-    found.terms["optimizer's step"] = 0 if engine.zero == 0 else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
+    found.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + b)
+    found.terms["head's gradient"] = table * (b if engine.zero else 4)
+    found.terms["optimizer's step"] = (
+        0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
+    )
+    # Autograd holds a tied head's until the embedding's comes, at the end; among gradients that begin anew it has its place.
+    waits = ["head's gradient"] * model.tied
     for moment, there in {
         "the loss": ["checkpoints", "loss"],
-        "the first layer that goes backward": ["checkpoints", "a layer's backward"],
-        "the last layer that goes backward": ["gradients", "a layer's backward"],
+        "the first layer that goes backward": [
+            "checkpoints",
+            "a layer's backward",
+            *(waits if "gradients" in base else ["head's gradient"]),
+        ],
+        "the last layer that goes backward": ["gradients", "a layer's backward", *(waits if "gradients" in base else [])],
         "the optimizer's step": ["gradients", "optimizer's step"],
     }.items():
         found.moments[moment] = list(dict.fromkeys([*base, *there]))

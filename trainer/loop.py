@@ -95,7 +95,10 @@ class Sums:
     def add(self, loss: torch.Tensor, count: torch.Tensor, each: torch.Tensor, micro: Batch) -> None:
         self.loss += torch.stack([loss.detach().double(), count.double()])
         rows = torch.stack([each.double().sum(1), (micro.labels >= 0).double().sum(1)], 1)
-        self.by_source.index_add_(0, torch.tensor(micro.sources, device=rows.device), rows)
+        for row, source in zip(
+            rows, micro.sources, strict=True
+        ):  # as an index the sources would be sent, and that waits for the GPU
+            self.by_source[source] += row
 
     def reduced(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
         extra = torch.tensor([run.flops(batch), float(stop), next_labels], dtype=torch.float64)

@@ -62,6 +62,11 @@ def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
     return data, ring, ulysses
 
 
+def compiles(config: Config, gpu: bool) -> bool:
+    """Whether blocks are compiled; `auto` leaves out ZeRO 3, whose hooks break their graphs."""
+    return config.engine.compile == "on" or (config.engine.compile == "auto" and config.engine.zero < 3 and gpu)
+
+
 def has_gpu() -> bool:
     """Cheaper than importing torch; torch has the last word."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()

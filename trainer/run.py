@@ -13,7 +13,7 @@ import torch
 
 from parallel import context_attention
 
-from . import checkpoint, cost, inspection, memory, rundir, tokenizer, tracking
+from . import checkpoint, cost, inspection, memory, rules, rundir, tokenizer, tracking
 from .compose import Composed, ConfigError
 from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
@@ -69,16 +69,12 @@ class Run:
             source.restore_random()
         # Made under ZeRO 3 they would have been rounded to the weights' type.
         self.model.rope_frequencies()
-        memory.install(self.model, config.engine.activations, config.engine.offload_activations, self.compiles)
+        compiled = rules.compiles(config, self.device.type == "cuda")
+        memory.install(self.model, config.engine.activations, config.engine.offload_activations, compiled)
         run_id = self.position.run_id
         self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
         self.position.run_id = ranks.first(self.tracker.run_id)
         self._describe(source)
-
-    @property
-    def compiles(self) -> bool:
-        engine = self.config.engine
-        return engine.compile == "on" or (engine.compile == "auto" and engine.zero < 3 and self.device.type == "cuda")
 
     def batches(self) -> Iterator[list[Batch]]:
         """Every step's micro-batches of this rank: its samples, and of them its tokens."""

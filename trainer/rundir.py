@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from .compose import Composed, ConfigError
 from .config import Config
@@ -32,15 +34,30 @@ def choose(config: Config) -> Path:
     runs = Path(config.runs).expanduser().resolve()
     if config.name:
         return runs / config.name
-    whole = asdict(config)
-    for key in NOT_IDENTITY:
-        whole["data"].pop(key.removeprefix("data."), None)
-    text = json.dumps([whole[key] for key in IDENTITY], sort_keys=True)
-    name = f"{config.model.name}-{config.data.length}-{hashlib.blake2b(text.encode(), digest_size=3).hexdigest()}"
+    name = f"{config.model.name}-{config.data.length}-{hashlib.blake2b(identity(config).encode(), digest_size=3).hexdigest()}"
     number = 1
     while (runs / _numbered(name, number) / FINISHED).exists():
         number += 1
     return runs / _numbered(name, number)
+
+
+def identity(config: Config) -> str:
+    """Equal for runs that see the same batches and should have the same losses, however they are split."""
+    whole = asdict(config)
+    for key in NOT_IDENTITY:
+        whole["data"].pop(key.removeprefix("data."), None)
+    return json.dumps([whole[key] for key in IDENTITY], sort_keys=True)
+
+
+def config_of(folder: Path) -> Config:
+    """What was asked for in a run's folder."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml")))
+    except (OmegaConfBaseException, YAMLError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {said}") from None
+    assert isinstance(config, Config)
+    return config
 
 
 def enter(composed: Composed, world: int, device: str) -> tuple[Path, IO[str]]:

@@ -100,6 +100,48 @@ def test_marks_within_a_line_are_prose(house: Path) -> None:
     assert tables.update(text, house / "docs" / "results") == (text, [])
 
 
+def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> None:
+    result = {
+        "kind": "train",
+        "device": "Made-up GPU",
+        "dtype": "bf16",
+        "date": "2001-02-03",
+        "command": "python -m trainer.results runs/a",
+        "versions": {"torch": "9.9"},
+        "plot": "docs/loss.png",
+        "rows": [
+            {
+                "model": "big", "batch": 1, "length": 131072, "ranks": 4, "split": {"data": 1, "ring": 4, "ulysses": 1},
+                "zero": 1, "tokens_per_s": 45710.2, "tflops_3.5x": 428.3, "tflops_3x": 377.1,
+                "mfu_3.5x": 0.43306, "mfu_3x": 0.3813,
+                "gib": 18.7014, "planned_gib": 18.72, "shares": {"attention": 0.75, "products": 0.125, "other": 0.125},
+            },
+            {
+                "model": "small", "batch": 8, "length": 512, "ranks": 1, "split": {"data": 1, "ring": 1, "ulysses": 1},
+                "zero": 0, "tokens_per_s": 9.0, "tflops_3.5x": 0.01234, "tflops_3x": 0.01,
+            },
+        ],
+        "differences": [
+            {"differ_in": "split", "splits": ["one", "four"], "steps": 200, "largest": 0.00123, "loss": 2.3456},
+        ],
+    }  # fmt: skip
+    (house / "README.md").write_text("<!-- table: train-h200 if measured -->\n<!-- end -->\n")
+    assert tables.main([], house) == 0
+    marks = "<!-- table: train-h200 if measured -->\n\n{}\n\n<!-- end -->\n"
+    assert (house / "README.md").read_text() == marks.format("*Not measured yet.*")
+    assert tables.main(["--check"], house) == 0
+    (house / "docs" / "results" / "train-h200.json").write_text(json.dumps(result))
+    assert tables.main(["--check"], house) == 1
+    assert tables.main([], house) == 0
+    lines = (house / "README.md").read_text().splitlines()
+    assert lines[0] == "<!-- table: train-h200 if measured -->" and lines[-1] == "<!-- end -->"
+    big = "| big, 1 × 131,072 tokens on 4: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 | 12.5% |"
+    assert big in lines and "| small, 8 × 512 tokens on 1: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – |" in lines
+    assert "| split | one and four | 200 | 0.0012 | 2.346 |" in lines
+    assert "[The losses, drawn](docs/loss.png). Made-up GPU, bf16" in lines[-3]
+    assert tables.main(["--check"], house) == 0
+
+
 def test_our_own_pages_are_up_to_date(capsys: pytest.CaptureFixture) -> None:
     pages = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if page.is_file()]
     if not any(tables.OPENING.search(page.read_text(encoding="utf-8")) for page in pages):

@@ -1,17 +1,22 @@
 """The planner: terms that are counted by hand, orders that must hold, and the command with its exit codes."""
 
+import json
+import shutil
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
-from trainer import check, compose
+from tests.trainer import jobs
+from trainer import check, compose, loop
 from trainer.config import Config
 from trainer.cost import parameters
 from trainer.footprint import GIB, RESERVE, footprint, longest
 from trainer.memory import install
 from trainer.model import GPT
+from trainer.run import Run
 
 H200 = check.MACHINES["h200"]
 BIG = ["model=llama-8b", "data.length=262144", "data.batch=1", "engine=zero3", "hardware=h200", "hardware.gpus=4"]
@@ -36,13 +41,49 @@ def test_terms_that_a_hand_can_count() -> None:
 
 def test_gradients_come_as_checkpoints_go_unless_they_were_there_before() -> None:
     def there(*overrides: str) -> dict[str, list[str]]:
-        return footprint(planned("engine.zero=1", *overrides), 4).moments
+        return footprint(planned("engine.zero=0", *overrides), 4).moments
 
     first, last = "the first layer that goes backward", "the last layer that goes backward"
     assert "gradients" not in there()[first] and "checkpoints" not in there()[last]
     assert "gradients" in there("data.batch=2")[first] and "gradients" in there("engine.zero=3")[first]
+    assert "gradients" in there("engine.zero=1")[first]  # in bf16 the sums stay for ever
+    assert "gradients" not in there("engine.zero=1", "engine.precision=fp32")[first]
     found = footprint(planned("engine.zero=1"), 4)
     assert found.peak == max(sum(found.terms[name] for name in names) for names in found.moments.values())
+
+
+def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
+    tied = footprint(planned("engine.zero=1", "model.tied=true"), 4)
+    assert all("head's gradient" in names for moment, names in tied.moments.items() if "backward" in moment)
+    assert tied.terms["head's gradient"] == 2 * 128256 * 4096
+    untied = footprint(planned("engine.zero=1"), 4)
+    assert not any("head's gradient" in names for names in untied.moments.values())
+
+
+def bf16_gradients(folder: str) -> None:
+    """A bf16 run on the CPU, which the rules refuse to people because it is slow."""
+    composed = compose.load([*jobs.TOY, f"runs={folder}", "name=run", "steps=2", "engine.zero=1", "model.tied=true"])
+    composed.config.engine.precision = "bf16"
+    run = Run(composed)
+    backward, seen = run.engine.backward, []
+
+    def then_look(loss: torch.Tensor, labels: float) -> None:
+        backward(loss, labels)
+        sums = run.engine.optimizer.fp32_groups_gradients_flat
+        seen.append([weight.grad is None for _, weight in run.engine.named])
+        assert all(x.dtype == torch.float32 and x.any() for x in sums)
+        numel = sum(weight.numel() for _, weight in run.engine.named)
+        assert numel <= sum(x.numel() for x in sums) < numel + 1000
+
+    run.engine.backward = then_look  # type: ignore[method-assign]
+    loop.train(run)
+    run.close()
+    assert len(seen) == 4 and all(map(all, seen))
+
+
+def test_zero_1_in_bf16_keeps_fp32_sums_and_no_other_gradients(tmp_path: Path) -> None:
+    """What footprint.py says of DeepSpeed's BF16_Optimizer."""
+    assert jobs.run_ranks(2, bf16_gradients, str(tmp_path)) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +141,53 @@ def test_checkpoints_are_what_autograd_keeps() -> None:
     torchs = {a: kept[a, 2][0] - kept[a, 1][0] for a in ("full", "none")}
     assert torchs["full"] == ours["full"] == 256 * 96 * 4
     assert torchs["none"] == pytest.approx(ours["none"], rel=0.15)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_layers_backward_is_what_torch_allocates(activation: str, tmp_path: Path) -> None:
+    """The highest level that the profiler sees during the backward of one checkpointed layer."""
+    size = ["model.dim=128", "model.heads=4", "model.kv_heads=2", "model.mlp_dim=1024", f"model.activation={activation}"]
+    overrides = ["model=tiny", *size, "data.length=1024", "data.micro_batch=4", "data.batch=4", "parallel.device=cpu"]
+    config = check.resolve(compose.load([*overrides, "engine.activations=attention"], world_size=1).config)
+    model = GPT(config.model)
+    install(model, "attention", offload=False, compiled=False)
+    rotation = model.rotation(torch.arange(1024).expand(4, -1))
+    hidden = torch.randn(4, 1024, 128, requires_grad=True)
+    mask = model.masks(None, hidden.device)[0]
+    out = model.run_layer(model.layers[0], hidden * 1, rotation, mask, model.attention, None)
+    dout = torch.randn_like(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        out.backward(dout)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    highest = max(accumulate(change for _, change in changes))
+    assert footprint(config, 1, gpu=False).terms["a layer's backward"] == pytest.approx(highest, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_a_compiled_layer_saves_what_the_plan_says() -> None:
+    kept = {}
+    for layers in (1, 2):
+        overrides = ["model=tiny", f"model.layers={layers}", "data.length=256"]
+        overrides += ["engine.activations=none", "engine.compile=on", "parallel.device=cpu"]
+        config = check.resolve(compose.load(overrides, world_size=1).config)
+        model = GPT(config.model)
+        install(model, "none", offload=False, compiled=True)
+        weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        held: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, held: dict[int, int] = held, weights: set[int] = weights) -> torch.Tensor:
+            if x.untyped_storage().data_ptr() not in weights:
+                held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = model.hidden(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256)[None])
+        kept[layers] = sum(held.values()), footprint(config, 1, gpu=False).terms["checkpoints"]
+        del out
+    assert kept[2][0] - kept[1][0] == pytest.approx(kept[2][1] - kept[1][1], rel=0.05)
 
 
 def test_step_time_follows_the_work() -> None:

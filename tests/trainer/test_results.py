@@ -1,0 +1,185 @@
+"""Runs turned into results: real tiny runs through the command, a trace made by hand, and what is refused."""
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer import jobs
+from trainer import check, cost, results, rundir
+from trainer.breakdown import breakdown
+from trainer.footprint import GIB, footprint
+
+Folder = Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """`one` on one rank, `ring` on two, `again` on two: the same samples in the same order."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, world, extra in (("one", 1, []), ("ring", 2, ["debug.profile=[5]"]), ("again", 2, [])):
+        options = [f"runs={root}", f"name={name}", "steps=7", *extra]
+        assert jobs.run_ranks(world, jobs.train, options) == [0] * world
+    return root
+
+
+def result_of(arguments: list[str], path: Path) -> Any:
+    assert results.main([*arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def edited(folder: Path, to: Path, device: str, **more: float) -> Path:
+    """A copy that says it ran on another device, with more numbers in each step."""
+    shutil.copytree(folder, to)
+    start = json.loads((to / "starts.jsonl").read_text()) | {"device": device}
+    (to / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    lines = [json.loads(line) | more for line in (to / "metrics.jsonl").read_text().splitlines()]
+    (to / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return to
+
+
+def test_a_row_says_what_ran_and_how_fast(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result_of([str(runs / "ring")], tmp_path / "out.json")
+    (row,) = found["rows"]
+    lines = [json.loads(line) for line in (runs / "ring" / "metrics.jsonl").read_text().splitlines()]
+    used = [line for line in lines if line["kind"] == "train" and line["step"] in (3, 4, 6, 7)]  # 5 was profiled
+    assert row["steps"] == [3, 7] and row["num_steps"] == 4
+    assert row["seconds"] == statistics.median(line["seconds"] for line in used)
+    assert row["tokens_per_s"] == 600 / row["seconds"] and row["tokens"] == 600
+    assert row["tflops_3.5x"] == statistics.median(line["tflops"] for line in used)
+    assert row["split"] == {"data": 1, "ring": 2, "ulysses": 1} and row["zero"] == 1 and row["ranks"] == 2
+    assert row["data"] == ["recall", "text"] and row["dtype"] == "fp32" and "gib" not in row and "mfu_3x" not in row
+    assert set(row["shares"]) == {"attention", "products", "other", "communication", "idle", "communication, hidden too"}
+    assert sum(share for name, share in row["shares"].items() if "hidden" not in name) == pytest.approx(1)
+    assert all(row["shares"][name] > 0 for name in ("attention", "products", "other"))
+    assert row["command"].startswith("torchrun --nproc-per-node=2 -m trainer.train data=text")
+    assert not any(str(place) in json.dumps(found) for place in (runs, jobs.ROOT))
+    assert "data.sources.text.paths=…" in row["command"] and "name=" not in row["command"]
+    assert found["command"] == "python -m trainer.results runs/ring --skip 2"
+    out = capsys.readouterr().out
+    assert "median of 4" in out and "counting attention 3.5×" in out and "step 5, profiled" in out
+
+
+def test_both_conventions_are_those_of_cost(runs: Folder, tmp_path: Path) -> None:
+    """Here every sequence of `one` is counted again, from the model and the documents' lengths."""
+    (row,) = result_of([str(runs / "one")], tmp_path / "out.json")["rows"]
+    config = check.resolve(rundir.config_of(runs / "one"))
+    lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
+    counted = []
+    for line in (line for line in lines if line["kind"] == "train" and line["step"] >= 3):
+        products = 6 * cost.parameters(config.model).products * 600
+        attention = line["tflops"] * 1e12 * line["seconds"] - products
+        assert 0 < attention < cost.attention_flops(config.model, [150] * 4, 3.5) * 1.0001
+        counted.append((products + attention / 3.5 * 3) / line["seconds"] / 1e12)
+    assert row["tflops_3x"] == pytest.approx(statistics.median(counted), rel=1e-9)
+
+
+def test_memory_stands_beside_the_plan(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = edited(runs / "again", tmp_path / "gpu", "NVIDIA H200", gib=0.5, gib_reserved=0.75, tflops=98.9)
+    (row,) = result_of([str(folder)], tmp_path / "out.json")["rows"]
+    planned = footprint(check.resolve(rundir.config_of(folder)), 2, gpu=True).peak / GIB
+    assert row["planned_gib"] == planned and row["planned_of_measured"] == planned / 0.5 and row["gib_reserved"] == 0.75
+    assert row["mfu_3.5x"] == pytest.approx(0.1) and row["dtype"] == "bf16"
+    out = capsys.readouterr().out
+    assert "0.50 GiB allocated at the peak, 0.75 reserved" in out and "debug.profile=[6]" in out
+
+
+def test_curves_and_the_noise_beside_them(runs: Folder, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folders = [str(runs / name) for name in ("one", "ring", "again")]
+    found = result_of([*folders, "--plot", str(tmp_path / "loss.png")], tmp_path / "out.json")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    pairs = {tuple(row["runs"]): row for row in found["differences"]}
+    assert {pair: row["differ_in"] for pair, row in pairs.items()} == {
+        ("one", "ring"): "split", ("one", "again"): "split", ("ring", "again"): "kernel noise"
+    }  # fmt: skip
+    by_name = {
+        name: {
+            line["step"]: line["loss"]
+            for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+            if line["kind"] == "train"
+        }
+        for name in ("one", "ring")
+    }
+    row = pairs["one", "ring"]
+    apart = {step: abs(by_name["one"][step] - by_name["ring"][step]) for step in by_name["one"]}
+    assert row["largest"] == max(apart.values()) == apart[row["step"]] and row["steps"] == 7
+    assert row["largest"] < 1e-4  # fp32, another split
+
+
+def test_runs_that_learn_other_things_are_not_compared(runs: Folder, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs / "one", other)
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("seed: 0", "seed: 1"))
+    assert result_of([str(runs / "one"), str(other)], tmp_path / "out.json")["differences"] == []
+
+
+def test_only_steps_after_the_last_start_are_measured(runs: Folder, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(runs / "again", folder)
+    start = json.loads((folder / "starts.jsonl").read_text())
+    over = start | {"time": "2099-01-01 00:00:00", "ranks": 8}  # the run was over: no step followed
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(over) + "\n")
+    (row,) = result_of([str(folder)], tmp_path / "out.json")["rows"]
+    assert row["ranks"] == 2
+
+
+def test_what_cannot_be_a_result_is_told(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = edited(runs / "one", tmp_path / "elsewhere", "NVIDIA H200")
+    unknown = tmp_path / "unknown"
+    shutil.copytree(runs / "one", unknown)
+    (unknown / "config.yaml").write_text("speed: fast\n")
+    twin = tmp_path / "two" / "one"
+    shutil.copytree(runs / "one", twin)
+    broken = tmp_path / "broken"
+    shutil.copytree(runs / "one", broken)
+    (broken / "profile").mkdir()
+    (broken / "profile" / "step-5-rank-0.json").write_text("{")
+    cases = [
+        ([str(tmp_path)], "there is no config.yaml, starts.jsonl, metrics.jsonl: give the folder of a run"),
+        ([str(runs / "one"), "--skip", "5"], "2 are left"),
+        ([str(runs / "one"), "--skip", "-1"], "--skip -1: it must be at least 0"),
+        ([str(runs / "one"), str(elsewhere)], "on CPU rank and on NVIDIA H200"),
+        ([str(runs / "one"), str(twin)], "two of these have one name"),
+        ([str(unknown)], "not a config of this version"),
+        ([str(broken)], "no trace of torch.profiler"),
+        ([str(runs / "one"), "--json", str(tmp_path / "no" / "out.json")], "is no folder: make it first"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(SystemExit) as stop:
+            results.main(arguments)
+        assert stop.value.code == 2 and message in capsys.readouterr().err, arguments
+
+
+def event(category: str, name: str, start: float, seconds: float, thread: int = 1, **args: Any) -> dict[str, Any]:
+    return dict(ph="X", cat=category, name=name, ts=start * 1e6, dur=seconds * 1e6, tid=thread, args=args)
+
+
+def test_a_gpu_step_adds_up(tmp_path: Path) -> None:
+    """Kernels count as what launched them, at the time when they run; what is hidden behind others is not exposed."""
+    events = [
+        event("cpu_op", "ringspan::ring_forward", 0, 1),
+        event("cpu_op", "aten::mm", 0.1, 0.1),  # inside attention, as a backend's own products would be
+        event("cuda_runtime", "cudaLaunchKernel", 0.15, 0.01, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 0.5, 0.01, correlation=2),
+        event("cpu_op", "aten::addmm", 1, 0.5),
+        event("cuda_runtime", "cudaLaunchKernel", 1.1, 0.01, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 1.2, 0.01, thread=2, correlation=4),  # another thread's launch
+        event("kernel", "gemm", 2, 3, correlation=1),
+        event("kernel", "flash", 5, 4, correlation=2),
+        event("kernel", "ncclDevKernel_SendRecv", 8, 3, correlation=2),  # one second behind attention
+        event("kernel", "gemm", 11, 2, correlation=3),
+        event("kernel", "triton_poi_add(float*)", 14, 1, correlation=4),
+        event("gpu_memset", "Memset", 14.5, 1),
+        dict(ph="i", name="not a span", ts=0),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(dict(traceEvents=events)))
+    found = breakdown(path)
+    expected = dict(attention=7, products=2, other=1.5, communication=2, idle=2 + 1)
+    assert found["seconds"] == pytest.approx(expected) and found["communication_with_hidden"] == pytest.approx(3)
+    assert found["most_of_other"] == pytest.approx({"triton_poi_add": 1, "Memset": 1})
