@@ -1,10 +1,14 @@
 """The backward for Hopper (sm_90), in Gluon: one pass with five products, where the portable one makes two passes with seven.
 
-A program keeps 128 keys, 64 of each consumer warpgroup, and streams the queries that see them, over all heads of the group.
-Everything is transposed: scores are (keys, queries), so that weights and their gradients are operands as they stand, from
-registers. dq needs the keys of both consumers: they put dS together in shared memory, each computes its half of the tile's dq,
-and the TMA adds it to an fp32 dq in memory. The order of those additions is no fixed one, so a deterministic backward is the
-portable kernel's.
+A program keeps 128 keys and streams the queries that see them, 64 at a time, over all heads of the group. Four parties work
+beside each other and wait for nothing but each other's tiles in shared memory:
+
+    produce      one warp: the TMA brings q and dout, the warp lse and delta
+    consume      two warpgroups of 64 keys each: scores, weights and their gradients dS; dk and dv stay in their registers
+    collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory
+
+Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in no fixed order,
+so a deterministic backward is the portable kernel's.
 """
 
 from collections.abc import Iterator
@@ -53,26 +57,25 @@ def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr, KEEP: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, KEEP: gl.constexpr, SPARE: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq are descriptors of (batch, head, row, column)."""
-    DQ_WIDTH: gl.constexpr = BLOCK_D // 2 if SHARE == "columns" else BLOCK_D
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 128, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 128, BLOCK_DV], v.layout)
-    q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
-    dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], dout.layout)
-    ds_tile = gl.allocate_shared_memory(q.dtype, [2, 128, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, DQ_WIDTH], dq.layout)
-    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
+    dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
+    ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = gl.allocate_shared_memory(gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows.store(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full, _kv_free = barriers(1, 1, 2)
-    full_at, free_at = barriers(STAGES, 2, 2)  # written by the TMA and by the one who fetches the statistics
-    ds_full, _ds_free = barriers(2, 2, 2)
+    rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
+    kv_full, _kv_free = barriers(1, 1, 1)
+    full_at, free_at = barriers(STAGES, 2, 3)  # written by the TMA and by the one who fetches the statistics
+    ds_full, ds_free = barriers(DS_STAGES, 2, 1)
     tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows)
-    flags = (kv_full, full_at, free_at, ds_full)
+    flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
     index = gl.program_id(0)  # the first keys, which most queries see under a causal mask, first; heads as in the forward
     first_sequence = index // (num_tiles * together) * together
@@ -85,7 +88,7 @@ def attention_backward(
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
     last_lo, last_hi = queries_of(position(gl.minimum(first_key + 128, n) - 1, k_at), mask, b)
     begin, full, rest, end = tile_range(
-        first_lo, last_lo, first_hi, last_hi, q_at, BLOCK_M, mask[1] is not None or mask[2] is not None
+        first_lo, last_lo, first_hi, last_hi, q_at, 64, mask[1] is not None or mask[2] is not None
     )
     if first_key + 128 > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
@@ -93,25 +96,29 @@ def attention_backward(
     work = (b, kv_head, first_key, begin, full, rest, end)
     memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
+    # Without registers to spare weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are
+    # kept 2**14 times too large, as are dq, dk and dv until they are handed on. All powers of two, so nothing is rounded.
+    BIAS: gl.constexpr = 14 if SPARE and q.dtype == gl.bfloat16 else 0
     gl.warp_specialize([
         (consume, (
             tiles, flags, work, memory, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, KEEP, SPARE, BIAS, GROUP, ADD,
         )),
         (consume, (
             tiles, flags, work, memory, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, STAGES, SHARE, KEEP, AHEAD, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, KEEP, SPARE, BIAS, GROUP, ADD,
         )),
-        (produce, (dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M, STAGES, GROUP)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (collect, (tiles, flags, work, memory, options, BLOCK_D, STAGES, DS_STAGES, BIAS, GROUP)),
+        (produce, (dout, q, k, v, tiles, flags, work, memory, options, STAGES, BIAS, GROUP)),
+    ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    dout, q, k, v, tiles, flags, work, memory, options, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    dout, q, k, v, tiles, flags, work, memory, options, STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tile, dout_tile, _ds_tile, _dq_tile, stats, where, _rows = tiles
-    kv_full, full_at, free_at, _ds_full = flags
+    kv_full, full_at, free_at, _ds_full, _ds_free = flags
     b, kv_head, first_key, begin, full, rest, end = work
     _dq, lse, delta, _dk, _dv, lse_strides, delta_strides, _dk_strides, _dv_strides = memory
     n = row_count(options[1])
@@ -123,8 +130,8 @@ def produce(
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(GROUP * num):
         h = kv_head * GROUP + i // num
-        row = nth_tile(i % num, begin, full, rest, end) * BLOCK_M
-        at = row + gl.arange(0, BLOCK_M, WARP)
+        row = nth_tile(i % num, begin, full, rest, end) * 64
+        at = row + gl.arange(0, 64, WARP)
         lse_row = gl.load(
             lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
             mask=at < n, other=float("-inf"),
@@ -138,7 +145,7 @@ def produce(
         mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
         tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
         tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
-        stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E))
+        stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E - BIAS))
         stats.index(2 * place + 1).store(gl.where(nothing, 0.0, delta_row))
         where.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
         where.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
@@ -150,27 +157,22 @@ def produce(
 def consume(
     tiles, flags, work, memory, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr, KEEP: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, KEEP: gl.constexpr, SPARE: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows = tiles
-    kv_full, full_at, free_at, ds_full = flags
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, _dq_tile, stats, where, rows = tiles
+    kv_full, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, _full, _rest, end = work
-    dq_to, _lse, _delta, dk_to, dv_to, _lse_strides, _delta_strides, dk_strides, dv_strides = memory
+    _dq, _lse, _delta, dk_to, dv_to, _lse_strides, _delta_strides, dk_strides, dv_strides = memory
     mask, q_at, k_at, scale, softcap = options
-    DQ_WIDTH: gl.constexpr = BLOCK_D // 2 if SHARE == "columns" else BLOCK_D
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ_WIDTH, 16])
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    k_all = k_tile.reshape([128, BLOCK_D])
-    k_mine = k_all.slice(ME * 64, 64)
+    k_mine = k_tile.reshape([128, BLOCK_D]).slice(ME * 64, 64)
     v_mine = v_tile.reshape([128, BLOCK_DV]).slice(ME * 64, 64)
-    dq_mine = dq_tile.index(ME)
-    no_scores = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
-    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, Q_LAYOUT)
+    zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
     dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
     key = first_key + ME * 64 + gl.arange(0, 64, KEYS)
@@ -182,23 +184,21 @@ def consume(
     if KEEP:  # as operands from registers, which shared memory then need not deliver again and again
         k_mine = k_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         v_mine = v_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    s = no_scores
-    if steps > 0:
+    s = zero
+    if not SPARE and steps > 0:
         wait_full(full_at, 0, STAGES)
-        if AHEAD:
-            s = scores(k_mine, q_tile.index(0), no_scores, BLOCK_D, BLOCK_M)
-            s = warpgroup_mma_wait(0, deps=(s,))
+        s = product(k_mine, q_tile.index(0), zero, BLOCK_D)
+        s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         place = i % STAGES
-        if not AHEAD:
-            s = scores(k_mine, q_tile.index(place), no_scores, BLOCK_D, BLOCK_M)
-        q = q_tile.index(place).reshape([BLOCK_M, BLOCK_D])
-        dout = dout_tile.index(place).reshape([BLOCK_M, BLOCK_DV])
-        dp = warpgroup_mma(v_mine, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if i > 0:  # only now, so that no barrier stands between the last tile's products and this one's
-            mbarrier.arrive(free_at.index((i - 1) % STAGES), count=1)
-        if not AHEAD:
-            s = warpgroup_mma_wait(1, deps=(s,))
+        q = q_tile.index(place).reshape([64, BLOCK_D])
+        dout = dout_tile.index(place).reshape([64, BLOCK_DV])
+        if SPARE:
+            wait_full(full_at, i, STAGES)
+            s = product(k_mine, q_tile.index(place), zero, BLOCK_D)
+            s = warpgroup_mma_wait(0, deps=(s,))
+        else:
+            dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
         s, factor = exponents(s, scale, softcap, False)
         p = gl.exp2(s * factor - stats.index(2 * place).load(QUERIES)[None, :])
         if number(where, 4 * place + 2) != 0:
@@ -208,51 +208,83 @@ def consume(
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
-        dp = warpgroup_mma_wait(0, deps=(dp,))
+        if SPARE:
+            p = to_half(p)
+            dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
-        ds = p * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (from_half(p) if SPARE else p) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
-        ds_all = ds_tile.index(i % 2)
-        ds_all.slice(ME * 64, 64).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(i % 2), count=1)
-        dv = warpgroup_mma_wait(0, deps=(dv,))
-        # Two buffers need no barrier for being free: whoever has passed this one for tile i has read tile i - 1.
-        wait_full(ds_full, i, 2)
-        h, row, column = number(where, 4 * place), number(where, 4 * place + 1), 0
-        if SHARE == "rows":
-            row += ME * 64
-            dq = warpgroup_mma(ds_all.slice(ME * 64, 64, dim=1).permute((1, 0)), k_all, no_dq, use_acc=False, is_async=True)
-        else:
-            column = ME * DQ_WIDTH
-            k_half = k_all.slice(ME * DQ_WIDTH, DQ_WIDTH, dim=1)
-            dq = warpgroup_mma(ds_all.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+        ds_place = wait_free(ds_free, i, DS_STAGES)
+        ds_tile.index(ds_place).slice(ME * 64, 64).store(ds)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        if AHEAD:  # the next scores run while dq is handed on (behind the last tile they are of whatever is there, and dropped)
-            if i + 1 < steps:
-                wait_full(full_at, i + 1, STAGES)
-            s = scores(k_mine, q_tile.index((i + 1) % STAGES), no_scores, BLOCK_D, BLOCK_M)
-        dq = warpgroup_mma_wait(1 + AHEAD, deps=(dq,))
-        tma.store_wait(0)
-        dq_mine.reshape([64, DQ_WIDTH]).store(dq * scale)
         fence_async_shared()
-        tma_add(dq_to, [b, h, row, column], dq_mine)
-        if AHEAD:
-            dk, s = warpgroup_mma_wait(0, deps=(dk, s))
-        else:
+        mbarrier.arrive(ds_full.index(ds_place), count=1)
+        if SPARE:
+            dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-    tma.store_wait(0)
-    write(dk * scale, dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
-    write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
+            s = product(k_mine, q_tile.index((i + 1) % STAGES), zero, BLOCK_D)
+            dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
+        mbarrier.arrive(free_at.index(place), count=1)
+    write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
+    write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
 
 
 @gluon.jit
-def scores(k_mine, q_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr):
-    return warpgroup_mma(k_mine, q_tile.reshape([BLOCK_M, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+def to_half(x):
+    """fp16, two to a register, and so they stay: left to itself the compiler takes the pairs apart, and spills."""
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def from_half(x):
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}", "=r,=r,r", [x], gl.float32, is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def product(mine, tile, zero, WIDTH: gl.constexpr):
+    """(keys, queries) of k or v with a tile of q or dout."""
+    return warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def collect(
+    tiles, flags, work, memory, options,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    k_tile, _v_tile, _q_tile, _dout_tile, ds_tile, dq_tile, _stats, where, _rows = tiles
+    kv_full, full_at, free_at, ds_full, ds_free = flags
+    b, _kv_head, _first_key, begin, _full, _rest, end = work
+    dq_to, _lse, _delta, _dk, _dv, _lse_strides, _delta_strides, _dk_strides, _dv_strides = memory
+    _mask, _q_at, _k_at, scale, _softcap = options
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    k_all = k_tile.reshape([128, BLOCK_D])
+    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
+    mbarrier.wait(kv_full.index(0), 0)
+    for i in range(GROUP * (end - begin)):
+        place = wait_full(full_at, i, STAGES)
+        h, row = number(where, 4 * place), number(where, 4 * place + 1)
+        mbarrier.arrive(free_at.index(place), count=1)
+        place = wait_full(ds_full, i, DS_STAGES)
+        ds = ds_tile.index(place).permute((1, 0))
+        for part in gl.static_range(BLOCK_D // 64):
+            dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            if part == BLOCK_D // 64 - 1:
+                mbarrier.arrive(ds_free.index(place), count=1)
+            out = dq_tile.index((i * (BLOCK_D // 64) + part) % 2)
+            tma.store_wait(1)  # the one before the last has been read
+            out.reshape([64, 64]).store(dq * (scale * 2.0**-BIAS))
+            fence_async_shared()
+            tma_add(dq_to, [b, h, row, part * 64], out)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -287,14 +319,14 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
     tiles = tiles_for("backward", q, v)
-    block_m, block_d, block_dv = tiles["BLOCK_M"], tiles["BLOCK_D"], tiles["BLOCK_DV"]
+    block_d, block_dv = tiles["BLOCK_D"], tiles["BLOCK_DV"]
     num_tiles, num_sequences, group = -(-k_rows // 128), batch * kv_heads, heads // kv_heads
     arguments = dict(
-        dout=descriptor(dout, q_rows, block_m, block_dv),
-        q=descriptor(q, q_rows, block_m, block_d),
+        dout=descriptor(dout, q_rows, 64, block_dv),
+        q=descriptor(q, q_rows, 64, block_d),
         k=descriptor(k, k_rows, 128, block_d),
         v=descriptor(v, k_rows, 128, block_dv),
-        dq=descriptor(dq, q_rows, 64, block_d // 2 if tiles["SHARE"] == "columns" else block_d),
+        dq=descriptor(dq, q_rows, 64, 64),
         lse=lse,
         delta=delta,
         dk=dk,
