@@ -40,6 +40,7 @@ from .hopper_common import (
 from .hopper_tiles import tiles_for
 from .triton_backward import add_up
 from .triton_common import (
+    ANY_SIZE,
     EVERYWHERE,
     LOG2E,
     Launch,
@@ -52,12 +53,12 @@ from .triton_common import (
 )
 
 
-@gluon.jit
+@gluon.jit(**ANY_SIZE)
 def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, KEEP: gl.constexpr, SPARE: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq are descriptors of (batch, head, row, column)."""
@@ -96,17 +97,17 @@ def attention_backward(
     work = (b, kv_head, first_key, begin, full, rest, end)
     memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
-    # Without registers to spare weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are
-    # kept 2**14 times too large, as are dq, dk and dv until they are handed on. All powers of two, so nothing is rounded.
-    BIAS: gl.constexpr = 14 if SPARE and q.dtype == gl.bfloat16 else 0
+    # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
+    # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded.
+    BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
     gl.warp_specialize([
         (consume, (
             tiles, flags, work, memory, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, KEEP, SPARE, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (consume, (
             tiles, flags, work, memory, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, KEEP, SPARE, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (collect, (tiles, flags, work, memory, options, BLOCK_D, STAGES, DS_STAGES, BIAS, GROUP)),
         (produce, (dout, q, k, v, tiles, flags, work, memory, options, STAGES, BIAS, GROUP)),
@@ -157,7 +158,7 @@ def produce(
 def consume(
     tiles, flags, work, memory, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, KEEP: gl.constexpr, SPARE: gl.constexpr, BIAS: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tile, dout_tile, ds_tile, _dq_tile, stats, where, rows = tiles
@@ -181,11 +182,8 @@ def consume(
     hi = gl.where(key_ok, hi, -EVERYWHERE)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    if KEEP:  # as operands from registers, which shared memory then need not deliver again and again
-        k_mine = k_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-        v_mine = v_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     s = zero
-    if not SPARE and steps > 0:
+    if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
         s = product(k_mine, q_tile.index(0), zero, BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -193,7 +191,7 @@ def consume(
         place = i % STAGES
         q = q_tile.index(place).reshape([64, BLOCK_D])
         dout = dout_tile.index(place).reshape([64, BLOCK_DV])
-        if SPARE:
+        if TIGHT:
             wait_full(full_at, i, STAGES)
             s = product(k_mine, q_tile.index(place), zero, BLOCK_D)
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -208,12 +206,12 @@ def consume(
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
-        if SPARE:
+        if TIGHT:
             p = to_half(p)
             dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (from_half(p) if SPARE else p) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
+        ds = (from_half(p) if TIGHT else p) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
@@ -222,7 +220,7 @@ def consume(
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(ds_place), count=1)
-        if SPARE:
+        if TIGHT:
             dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
             if i + 1 < steps:

@@ -40,6 +40,7 @@ from .hopper_common import (
 )
 from .hopper_tiles import tiles_for
 from .triton_common import (
+    ANY_SIZE,
     LN2,
     LOG2E,
     Launch,
@@ -52,7 +53,7 @@ from .triton_common import (
 from .triton_forward import forward_launches
 
 
-@gluon.jit
+@gluon.jit(**ANY_SIZE)
 def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse, taken, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,

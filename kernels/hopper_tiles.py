@@ -10,10 +10,10 @@ FORWARD = {  # head dim up to: consumers of 64 queries each, keys a tile, buffer
     128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168),
     256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168),
 }
-BACKWARD = {  # head dim up to: buffers of q and dout, of dS, whether a consumer keeps its k and v in registers, whether it has
-    # to spare registers: then scores do not run a tile ahead, and weights wait in 16 bits
-    64: dict(STAGES=4, DS_STAGES=3, KEEP=True, SPARE=False, maxnreg=128),
-    128: dict(STAGES=2, DS_STAGES=2, KEEP=False, SPARE=True, maxnreg=128),
+BACKWARD = {  # head dim up to: buffers of q and dout, of dS, whether registers are tight (then scores do not run a tile ahead,
+    # and weights wait in 16 bits), registers a thread at launch
+    64: dict(STAGES=4, DS_STAGES=3, TIGHT=False, maxnreg=128),
+    128: dict(STAGES=2, DS_STAGES=2, TIGHT=True, maxnreg=128),
 }
 
 

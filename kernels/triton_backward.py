@@ -18,6 +18,7 @@ from torch import Tensor
 from .block import Block, Gradients
 from .segments import ascending_runs
 from .triton_common import (
+    ANY_SIZE,
     LOG2E,
     Launch,
     aligned,
@@ -44,7 +45,7 @@ from .triton_tiles import tiles_for
 Launches = Callable[[Block, Gradients, bool | str], Iterator[Launch]]  # of a block that kernels take as it stands
 
 
-@triton.jit
+@triton.jit(**ANY_SIZE)
 def attention_backward_dq(
     dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
@@ -118,7 +119,7 @@ def add_dq(
     return tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(**ANY_SIZE)
 def attention_backward_dkdv(
     dout, q, k, v, lse, delta, dk, dv,
     dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
@@ -214,7 +215,7 @@ def add_dkdv(
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton.jit(**ANY_SIZE)
 def row_products(
     dout, out, delta, dout_strides, out_strides, rows, num_heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -28,6 +28,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EVERYWHERE: tl.constexpr = tl.constexpr(2**30)  # above every position, and positions can still be added to it
 NOWHERE: tl.constexpr = tl.constexpr(-(2**30))
 ALIGN: tl.constexpr = tl.constexpr(8)  # elements: what `aligned` makes sure of
+# Sizes that a kernel only counts with: Triton would compile it again for each mix of ones, multiples of 16 and others.
+ANY_SIZE = dict(do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "together"))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from .block import Block, Carry
 from .reference import INF
 from .segments import ascending_runs, num_rows
 from .triton_common import (
+    ANY_SIZE,
     LN2,
     LOG2E,
     Launch,
@@ -39,7 +40,7 @@ from .triton_common import (
 from .triton_tiles import tiles_for
 
 
-@triton.jit
+@triton.jit(**ANY_SIZE)
 def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse,
     q_strides, k_strides, v_strides, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
