@@ -70,9 +70,16 @@ def tiles(result: Result) -> str:
         wrong = sum(row["status"] == "wrong" for row in its)
         runs = sum(row["status"] == "ok" for row in its)
         counts = f"{runs}, {wrong}, {len(its) - runs - wrong}"
-        tile = " × ".join(str(n) for n in best["tile"][:2]) + f", {best['tile'][2]}, {best['tile'][3]}"
+        tile = _tile(best["tile"])
         lines.append(f"| {kernel} | {width} | {tile} | {_number(best['tflops'])} | {best['spills']} | {counts} |")
     return "\n".join(lines) + "\n\n" + _origin(result)
+
+
+def _tile(tile: list[int] | Result) -> str:
+    """(kept, streamed, warps, stages) of a portable kernel; the options of a Hopper kernel by name."""
+    if isinstance(tile, dict):
+        return ", ".join(f"{name} {int(value)}" for name, value in tile.items())
+    return " × ".join(str(n) for n in tile[:2]) + f", {tile[2]}, {tile[3]}"
 
 
 def ring(result: Result) -> str:

@@ -1,11 +1,12 @@
-"""Measure the portable kernels' tiles on this GPU: values first, then time.
+"""Measure the kernels' tiles on this GPU: values first, then time.
 
-    python -m kernels.tune --save           every candidate; writes docs/results/tiles-<device>.json
+    python -m kernels.tune --save                           the portable kernels; writes docs/results/tiles-<device>.json
+    python -m kernels.tune --kernels hopper-forward hopper-backward --save tiles-hopper-h200
     python -m kernels.tune --kernels dkdv --widths 128
 
 Candidates are compiled side by side first. Each must reproduce torch's own bf16 attention (a configuration can be fast and
-wrong) and is then timed, causal, at 16k tokens and heads · width = 2048. The fastest go into triton_tiles.py by hand,
-because what is read there should also be understood. No user's first step ever waits for tuning.
+wrong) and is then timed, causal, at 16k tokens and heads · width = 2048. The fastest go into triton_tiles.py and
+hopper_tiles.py by hand, because what is read there should also be understood. No user's first step ever waits for tuning.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import triton_tiles
+from . import hopper_backward, hopper_forward, hopper_tiles, triton_tiles
 from .bench import ROOT, machine, slug
 from .block import Block, Gradients
 from .compat import chip, compile_ahead
@@ -30,11 +31,13 @@ from .triton_common import Launch
 from .triton_forward import forward_launches
 
 LENGTH = 16384
-Tile = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}  # that a kernel computes for each pair
+Tile = Any  # portable: (BLOCK_M, BLOCK_N, warps, stages); Hopper: what differs from hopper_tiles
+PORTABLE = {"forward": 2, "dq": 3, "dkdv": 4}  # products that a kernel computes for each pair
+HOPPER = {"hopper-forward": 2, "hopper-backward": 5}
+WRITES = {"dq": ["dq"], "dkdv": ["dk", "dv"], "hopper-backward": ["dq_sum", "dk", "dv"]}  # the others: out
 WRONG = 0.01  # relative RMS distance from torch's bf16 kernel
 # (rows kept, rows streamed) with the (warps, stages) worth trying: what a kernel keeps is M, or N for dkdv
-CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
+CANDIDATES: dict[int, list[Tile]] = {
     64: [
         (a, b, w, s)
         for a, b, w in [(64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (64, 32, 4)]
@@ -42,6 +45,30 @@ CANDIDATES: dict[int, list[tuple[int, int, int, int]]] = {
     ],
     128: [(a, b, w, s) for a, b, w in [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (128, 128, 8)] for s in (1, 2, 3)],
     256: [(a, b, w, s) for a, b, w in [(64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 32, 8), (128, 64, 8)] for s in (1, 2, 3)],
+}
+TWO, THREE = dict(CONSUMERS=2, REGISTERS=240, maxnreg=168), dict(CONSUMERS=3, REGISTERS=160, maxnreg=128)
+HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
+    "hopper-forward": {
+        64: [
+            c | dict(BLOCK_N=n, STAGES=s, STAGED=staged)
+            for c in (TWO, THREE)
+            for n in (64, 128)
+            for s in (2, 3, 4)
+            for staged in (False, True)
+        ],
+        128: [
+            c | dict(BLOCK_N=n, STAGES=s, Q_STAGES=qs, STAGED=staged)
+            for c in (TWO, THREE)
+            for n, s in ((64, 3), (64, 4), (128, 2))
+            for qs in (1, 2)
+            for staged in (False, True)
+        ],
+        256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2), (128, 1))],
+    },
+    "hopper-backward": {
+        64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)],
+        128: [dict(STAGES=2, DS_STAGES=d, TIGHT=t) for d in (1, 2, 3) for t in (False, True)],
+    },
 }
 
 
@@ -51,6 +78,7 @@ def tensors(width: int, device: str) -> dict[str, Tensor]:
         name: torch.empty(size, dtype=torch.bfloat16, device=device)
         for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
     }
+    made["dq_sum"] = torch.zeros(size, device=device)
     stats = {name: torch.empty(1, size[2], LENGTH, device=device) for name in ("lse", "delta")}
     if device != "meta":
         for name in ("q", "k", "v", "dout"):
@@ -60,14 +88,24 @@ def tensors(width: int, device: str) -> dict[str, Tensor]:
 
 def launch(kernel: str, width: int, tile: Tile, t: dict[str, Tensor]) -> Launch:
     """One launch with this tile, whatever the table says."""
-    a, b, warps, stages = tile
-    block = (b, a) if kernel == "dkdv" else (a, b)
-    triton_tiles.HOPPER[kernel] = triton_tiles.AMPERE[kernel] = triton_tiles.SMALL[kernel] = {256: (*block, warps, stages)}
     at = ((0, 1, LENGTH),)
     block = Block(t["q"], t["k"], t["v"], Mask(causal=True), at, at, scale=width**-0.5)
+    gradients = Gradients(*(t[name] for name in Gradients._fields))
+    if kernel in HOPPER:
+        table = hopper_tiles.FORWARD if kernel == "hopper-forward" else hopper_tiles.BACKWARD
+        before = table[width]
+        table[width] = before | tile
+        try:
+            if kernel == "hopper-forward":
+                return next(forward_launches(block, None, t["out"], t["lse"], hopper_forward.launch))
+            return next(backward_launches(block, gradients._replace(dq=t["dq_sum"]), "dq", hopper_backward.launches))
+        finally:
+            table[width] = before
+    a, b, warps, stages = tile
+    sizes = (b, a) if kernel == "dkdv" else (a, b)
+    triton_tiles.HOPPER[kernel] = triton_tiles.AMPERE[kernel] = triton_tiles.SMALL[kernel] = {256: (*sizes, warps, stages)}
     if kernel == "forward":
         return next(forward_launches(block, None, t["out"], t["lse"]))
-    gradients = Gradients(*(t[name] for name in Gradients._fields))
     return list(backward_launches(block, gradients, False))[kernel == "dkdv"]
 
 
@@ -85,9 +123,9 @@ def measure(kernel: str, width: int, tile: Tile, t: dict[str, Tensor], truth: di
     from triton.testing import do_bench
 
     call = launch(kernel, width, tile, t)
-    names = {"forward": ["out"], "dq": ["dq"], "dkdv": ["dk", "dv"]}[kernel]
+    names = WRITES.get(kernel, ["out"])
     for name in names:
-        t[name].fill_(float("nan"))
+        t[name].fill_(0 if name == "dq_sum" else float("nan"))  # a sum is added to
     try:
         call()
     except Exception as error:
@@ -96,7 +134,7 @@ def measure(kernel: str, width: int, tile: Tile, t: dict[str, Tensor], truth: di
     if not error <= WRONG:
         return {"status": "wrong", "error": error}
     ms = do_bench(call, warmup=30, rep=120, return_mode="median")
-    flops = PRODUCTS[kernel] * 2048 * LENGTH**2  # two for each multiply-add, half for the causal mask
+    flops = (PORTABLE | HOPPER)[kernel] * 2048 * LENGTH**2  # two for each multiply-add, half for the causal mask
     return {"status": "ok", "error": error, "ms": ms, "tflops": flops / ms / 1e9}
 
 
@@ -104,20 +142,30 @@ def truth_of(t: dict[str, Tensor]) -> dict[str, Tensor]:
     q, k, v = (t[name].detach().transpose(1, 2).requires_grad_() for name in "qkv")
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     grads = torch.autograd.grad(out, (q, k, v), t["dout"].transpose(1, 2))
-    return {name: x.detach().transpose(1, 2) for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+    truth = {name: x.detach().transpose(1, 2) for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+    return truth | {"dq_sum": truth["dq"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
+    parser.add_argument("--kernels", nargs="+", choices=[*PORTABLE, *HOPPER], default=list(PORTABLE))
     parser.add_argument("--widths", nargs="+", type=int, choices=list(CANDIDATES), default=list(CANDIDATES))
-    parser.add_argument("--save", action="store_true", help="write docs/results/tiles-<device>.json")
-    parser.add_argument("--json", type=Path, help="write there instead")
+    parser.add_argument(
+        "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default tiles-DEVICE)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are measured on a GPU, and torch sees none here")
     chip_name = chip(torch.device("cuda"))
-    jobs = [(kernel, w, tile) for w in arguments.widths for kernel in arguments.kernels for tile in CANDIDATES[w]]
+    if chip_name != "sm_90" and set(arguments.kernels) & set(HOPPER):
+        parser.error(f"this GPU is {chip_name}, and the Hopper kernels need sm_90: name {' '.join(PORTABLE)} with --kernels")
+    jobs = [
+        (kernel, width, tile)
+        for width in arguments.widths
+        for kernel in arguments.kernels
+        for tile in (HOPPER_CANDIDATES[kernel].get(width, []) if kernel in HOPPER else CANDIDATES[width])
+    ]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 2), mp_context=spawn) as pool:
         rows = [
@@ -139,12 +187,13 @@ def main() -> None:
                 print(
                     f"{kernel} {width}: {tile} {row['tflops']:.0f} TFLOP/s ({row['ms']:.2f} ms, {spills} B spilled)", flush=True
                 )
-    if arguments.save or arguments.json:
+    if arguments.save is not None or arguments.json:
         command = (
             f"python -m kernels.tune --kernels {' '.join(arguments.kernels)} --widths {' '.join(map(str, arguments.widths))}"
         )
         result = dict(kind="tiles", **machine(torch.device("cuda")), dtype="bf16", command=command, rows=rows)
-        path = arguments.json or ROOT / "docs" / "results" / f"tiles-{slug(result['device'])}.json"
+        name = (arguments.save or f"tiles-{slug(result['device'])}").removesuffix(".json")
+        path = arguments.json or ROOT / "docs/results" / f"{name}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}")
 
