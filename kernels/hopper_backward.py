@@ -207,11 +207,11 @@ def consume(
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
         if TIGHT:
-            p = to_half(p)
+            p = p.to(gl.float16)
             dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (from_half(p) if TIGHT else p) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
+        ds = p.to(gl.float32) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
@@ -230,20 +230,6 @@ def consume(
         mbarrier.arrive(free_at.index(place), count=1)
     write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
     write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
-
-
-@gluon.jit
-def to_half(x):
-    """fp16, two to a register, and so they stay: left to itself the compiler takes the pairs apart, and spills."""
-    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def from_half(x):
-    return gl.inline_asm_elementwise(
-        "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}", "=r,=r,r", [x], gl.float32, is_pure=True,
-        pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
