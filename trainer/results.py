@@ -96,7 +96,7 @@ def measure(run: Recorded, skip: int) -> Row:
         length=config.data.length, batch=config.data.batch, tokens=tokens, ranks=ranks, data=sorted(config.data.sources)
     )
     row |= dict(split=dict(data=data, ring=ring, ulysses=ulysses), zero=config.engine.zero)
-    row |= dict(activations=config.engine.activations, dtype=_dtype(config, gpu), command=_started(run))
+    row |= dict(activations=config.engine.activations, dtype=_dtype(run), command=_started(run))
     row |= dict(steps=[steps[0]["step"], steps[-1]["step"]], num_steps=len(steps), seconds=seconds)
     row |= dict(seconds_min=min(s["seconds"] for s in steps), seconds_max=max(s["seconds"] for s in steps))
     row |= {"tokens_per_s": tokens / seconds, "tflops_3.5x": kernel, "tflops_3x": model, "loss": steps[-1]["loss"]}
@@ -146,7 +146,7 @@ def differences(runs: list[Recorded]) -> list[Row]:
 
 def _curve(run: Recorded) -> tuple[str, str]:
     """Equal for runs that should have the same losses, but for rounding in a fixed precision."""
-    return rundir.identity(run.config), _dtype(run.config, run.on_gpu)
+    return rundir.identity(run.config), _dtype(run)
 
 
 def _alike(run: Recorded) -> Row:
@@ -162,8 +162,8 @@ def _split(run: Recorded) -> str:
     return f"data {data} × ring {ring} × ulysses {ulysses}, ZeRO {run.config.engine.zero}"
 
 
-def _dtype(config: Config, gpu: bool) -> str:
-    return "bf16" if config.engine.precision == "bf16" or (config.engine.precision == "auto" and gpu) else "fp32"
+def _dtype(run: Recorded) -> str:
+    return "bf16" if rules.multiplies_bf16(run.config, run.on_gpu) else "fp32"
 
 
 def _started(run: Recorded) -> str:
