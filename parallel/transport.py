@@ -13,7 +13,7 @@ The ring tells a mover what its plan says, and the mover knows how:
 dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
 it in fp32 beside the next kernel, in an order that never changes. So no kernel waits for a hop, a late rank holds up nobody
 in between, and only rows that somebody saw are sent; the price is one more addition in memory. Blocks of many bytes go in
-parts of some KV heads, so that two parts going out and two coming in are one block.
+parts of some KV heads, up to four: three of them are there to go out and two to come in at most, little more than a block.
 """
 
 import functools
