@@ -179,7 +179,12 @@ def test_what_cannot_be_a_result_is_told(runs: Folder, tmp_path: Path, capsys: p
     shutil.copytree(runs / "ring", broken)
     (broken / "profile" / "step-5-rank-0.json").write_text("{")
     diverged = edited(runs / "one", tmp_path / "diverged", "CPU rank", loss=float("nan"))
+    killed = tmp_path / "killed"
+    shutil.copytree(runs / "one", killed)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')
     cases = [
+        ([str(killed)], "metrics.jsonl: line"),
         ([str(diverged)], "the loss of step 1 is not finite"),
         ([str(tmp_path)], "there is no config.yaml, starts.jsonl, metrics.jsonl: give the folder of a run"),
         ([str(runs / "one"), "--skip", "5"], "2 are left"),
