@@ -169,9 +169,8 @@ def update(text: str, results: Path) -> tuple[str, list[str]]:
         name = match["name"]
         if OPENING.search(match["body"]):
             raise ValueError(f"the region of table {name} has no end: close it with <!-- end -->")
-        body = (
-            f"\n{render(name, results, bool(match['maybe']))}\n\n"  # markdown wants an empty line between a comment and a table
-        )
+        # Markdown wants an empty line between a comment and a table.
+        body = f"\n{render(name, results, bool(match['maybe']))}\n\n"
         if body != match["body"]:
             stale.append(name)
         return f"<!-- table: {name}{match['maybe'] or ''} -->\n{body}<!-- end -->"

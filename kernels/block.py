@@ -5,6 +5,9 @@
     block_forward(block, carry, out, lse)              continues the carry's softmax, writes out and lse
     block_backward(block, gradients, accumulate)       adds to, or writes, gradients.dq, dk and dv
 
+`accumulate` is True where all three add up and False where all three are written. A backend that also takes "dq", to add to dq
+and write dk and dv, says so by ADDS_DQ_ALONE = True; for others dk and dv are made zeros before.
+
 Rows behind the segments are padding: out 0, lse -inf and no gradients. A kernel that takes fewer segments than a block has
 works on its parts, one run of queries and one of keys at a time.
 """

@@ -140,12 +140,14 @@ def block_forward(
     carry's own: a tile of queries reads its rows before it writes them. `deterministic` is always true here.
     """
 
+    segments = _segments(q_at), _segments(k_at)
+
     def check() -> Place:
-        place = _place(q, k, v, q_at, k_at)
+        place = _place(q, k, v, *segments)
         check_block(q, v, carry, last, into)
         return place
 
-    at = _once((_forms((q, k, v)), _forms(carry), _forms(into), last, _segments(q_at), _segments(k_at)), check)
+    at = _once((_forms((q, k, v)), _forms(carry), _forms(into), last, segments), check)
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
     block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
     if into is not None:
@@ -220,12 +222,14 @@ def block_backward(
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     gradients = Gradients(dout, lse, delta, dq, dk, dv)
 
+    segments = _segments(q_at), _segments(k_at)
+
     def check() -> Place:
-        place = _place(q, k, v, q_at, k_at)
+        place = _place(q, k, v, *segments)
         check_gradients(q, k, v, gradients, accumulate)
         return place
 
-    at = _once((_forms((q, k, v, *gradients)), accumulate, _segments(q_at), _segments(k_at)), check)
+    at = _once((_forms((q, k, v, *gradients)), accumulate, segments), check)
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
     block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
@@ -272,6 +276,7 @@ def _forms(tensors: Iterable[Any] | None) -> Any:
 
 
 def _segments(at: Iterable[Segment] | None) -> Any:
+    """Read once: what is remembered and what is checked are then the same, whatever was given."""
     return None if at is None else tuple(map(tuple, at))
 
 

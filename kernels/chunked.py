@@ -55,8 +55,6 @@ def _walk(block: Block) -> Iterator[tuple[slice, list[slice]]]:
 
     The bounds are read on the CPU, from the coarse mask, so that a GPU is never waited for.
     """
-    if len(block.q) == 0:
-        return  # nothing to bound, nothing to do
     factor = GPU_FACTOR if block.q.is_cuda else 1
     q_chunk, k_chunk = Q_CHUNK * factor, K_CHUNK * factor
     q_positions, k_positions = positions(block.q_at), positions(block.k_at)

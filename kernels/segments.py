@@ -28,7 +28,10 @@ def whole(length: int, start: int = 0) -> list[Segment]:
 def check_segments(name: str, segments: Iterable[Segment], rows: int) -> Segments:
     """The same segments without empty ones; neighbours that continue each other become one."""
     merged: list[Segment] = []
-    for start, step, count in segments:
+    for segment in segments:
+        if len(segment) != 3 or not all(isinstance(number, int) for number in segment):
+            raise ValueError(f"{name} has the segment {segment}: it must be three ints, (start, step, count)")
+        start, step, count = segment
         if step < 1 or count < 0:
             raise ValueError(f"{name} has the segment {(start, step, count)}: it needs step >= 1 and count >= 0")
         if abs(start) + step * count >= POSITION_LIMIT:

@@ -248,6 +248,8 @@ def main(argv: list[str] | None = None) -> int:
     names = args.only.split(",") if args.only else [name for name, c in table.items() if args.device in c.devices]
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(table)}")
+    if args.trace is not None and (args.json is not None or args.save is not None):
+        parser.error("--trace draws a picture and measures nothing: call it again without --trace for --json or --save")
     if args.json is not None and not args.json.parent.is_dir():
         parser.error(f"{args.json.parent} is no folder: make it first")
     mine = not dist.is_initialized()

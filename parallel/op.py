@@ -182,7 +182,7 @@ class Call:
             self.mover = Alone(make_plan(layout, known, n.rank))
             self.pair = None
 
-    def given(self) -> None:
+    def watch(self) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if self.pair is not None and self.on_gpu:
             others = ", ".join(str(rank) for rank in self.pair.ranks if rank != self.pair.ranks[self.pair.group.rank()])
@@ -210,7 +210,7 @@ def forward_op(
     call = Call("ring forward", q, k, v, *given)
     start = None if sinks is None else sink_carry(sinks, q)
     out, lse = ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
-    call.given()
+    call.watch()
     return out, lse
 
 
@@ -245,7 +245,7 @@ def backward_op(
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring backward", q, k, v, *given)
     dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
-    call.given()
+    call.watch()
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

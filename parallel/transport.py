@@ -13,9 +13,10 @@ The ring tells a mover what its plan says, and the mover knows how:
 dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
 it in fp32 beside the next kernel, in an order that never changes. So no kernel waits for a hop, a late rank holds up nobody
 in between, and only rows that somebody saw are sent; the price is one more addition in memory. Blocks of many bytes go in
-parts of some KV heads, so that two parts going out and two coming in are one block.
+parts of some KV heads, up to four: three of them are there to go out and two to come in at most, little more than a block.
 """
 
+import functools
 import os
 import sys
 from collections import Counter
@@ -59,9 +60,13 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
     if name == "auto":
         name = next(kinds[backward] for limit, *kinds in AUTO[place] if limit is None or nbytes <= limit)
         if os.environ.get("RINGSPAN_LOG") == "1":
-            way = "backward" if backward else "forward"
-            print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
+            _say_once("backward" if backward else "forward", nbytes, name, place)
     return name
+
+
+@functools.cache
+def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
+    print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:

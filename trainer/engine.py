@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from . import optim
 from .config import Config
+from .rules import multiplies_bf16
 
 Values = Callable[[str, str, int, int], Tensor]  # (a weight's name, "weight" or a moment, start, stop) → that part, flat
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
@@ -66,7 +67,7 @@ class Engine:
         self.device, self.accumulation, self.clip = device, accumulation, config.optim.clip
         self.world = dist.get_world_size()
         self.on_cpu = config.engine.offload_optimizer
-        bf16 = config.engine.precision == "bf16" or (config.engine.precision == "auto" and device.type == "cuda")
+        bf16 = multiplies_bf16(config, device.type == "cuda")
         self.autocast = bf16 and self.zero == 0
         settings = _settings(config, bf16 and self.zero > 0, accumulation)
         with _built(deepspeed, settings):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from .config import Config
 from .cost import head_dim, parameters
-from .rules import compiles, mesh_of
+from .rules import compiles, mesh_of, multiplies_bf16
 
 GIB = 2**30
 RESERVE = 0.08
@@ -49,7 +49,7 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     model, engine = config.model, config.engine
     data, ring, ulysses = mesh_of(config, world)
     width, counts = head_dim(model), parameters(model)
-    bf16 = engine.precision == "bf16" or (engine.precision == "auto" and gpu)
+    bf16 = multiplies_bf16(config, gpu)
     b = 2 if bf16 else 4
     n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
     P, shards = counts.total, world if engine.zero else 1

@@ -95,9 +95,8 @@ class Sums:
     def add(self, loss: torch.Tensor, count: torch.Tensor, each: torch.Tensor, micro: Batch) -> None:
         self.loss += torch.stack([loss.detach().double(), count.double()])
         rows = torch.stack([each.double().sum(1), (micro.labels >= 0).double().sum(1)], 1)
-        for row, source in zip(
-            rows, micro.sources, strict=True
-        ):  # as an index the sources would be sent, and that waits for the GPU
+        # One by one: as the index of a single sum the sources would be sent to the GPU, and that waits for it.
+        for row, source in zip(rows, micro.sources, strict=True):
             self.by_source[source] += row
 
     def reduced(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:

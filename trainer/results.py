@@ -14,11 +14,12 @@ difference is told; pairs that were split alike too differ by the kernels' noise
 import argparse
 import contextlib
 import json
+import math
 import shlex
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,34 @@ class Recorded:
     since: list[Row]  # the steps of that start
     steps: list[Row]  # all
 
+    @property
+    def on_gpu(self) -> bool:
+        return not self.start["device"].startswith("CPU")
+
 
 def read(folder: Path) -> Recorded:
     missing = [name for name in ("config.yaml", "starts.jsonl", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder}: there is no {', '.join(missing)}: give the folder of a run, such as runs/NAME")
-    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "train"]
+    starts = _lines(folder / "starts.jsonl")
+    steps = [line for line in _lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+    if wild := [step["step"] for step in steps if not math.isfinite(step["loss"])]:
+        raise ValueError(f"{folder}: the loss of step {wild[0]} is not finite, and there is no curve to tell of: run it anew")
     for start in reversed(starts):  # a run that was over and is started again adds a start, and no step
-        began = time.mktime(time.strptime(start["time"], "%Y-%m-%d %H:%M:%S"))
+        began = datetime.fromisoformat(start["time"]).timestamp()
         if since := [step for step in steps if step["time"] >= began]:
             return Recorded(folder.resolve().name, folder, rundir.config_of(folder), start, since, steps)
     raise ValueError(f"{folder}: this run has not finished a step: let it run on")
+
+
+def _lines(path: Path) -> list[Row]:
+    found = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            raise ValueError(f"{path}: line {number} is cut short: let the run go on, or delete that line") from None
+    return found
 
 
 def measure(run: Recorded, skip: int) -> Row:
@@ -75,7 +91,7 @@ def measure(run: Recorded, skip: int) -> Row:
             f"{run.folder}: of the {len(run.since)} steps since its last start {len(steps)} are left without the first "
             f"{skip} and those that were profiled, and a median takes {LEAST}: run more steps, or give a smaller --skip"
         )
-    gpu, tokens = not device.startswith("CPU"), config.data.batch * config.data.length
+    gpu, tokens = run.on_gpu, config.data.batch * config.data.length
     seconds = statistics.median(step["seconds"] for step in steps)
     kernel = statistics.median(step["tflops"] for step in steps)
     # The same step counted the other way: its products are known, the rest of what was counted is attention.
@@ -89,7 +105,7 @@ def measure(run: Recorded, skip: int) -> Row:
         length=config.data.length, batch=config.data.batch, tokens=tokens, ranks=ranks, data=sorted(config.data.sources)
     )
     row |= dict(split=dict(data=data, ring=ring, ulysses=ulysses), zero=config.engine.zero)
-    row |= dict(activations=config.engine.activations, dtype=_dtype(config, gpu), command=_started(run))
+    row |= dict(activations=config.engine.activations, dtype=_dtype(run), command=_started(run))
     row |= dict(steps=[steps[0]["step"], steps[-1]["step"]], num_steps=len(steps), seconds=seconds)
     row |= dict(seconds_min=min(s["seconds"] for s in steps), seconds_max=max(s["seconds"] for s in steps))
     row |= {"tokens_per_s": tokens / seconds, "tflops_3.5x": kernel, "tflops_3x": model, "loss": steps[-1]["loss"]}
@@ -107,9 +123,11 @@ def measure(run: Recorded, skip: int) -> Row:
 def _profiled(run: Recorded) -> Row:
     """The last profiled step of rank 0, if there is one, as shares of its time."""
     traces = {int(path.name.split("-")[1]): path for path in (run.folder / "profile").glob("step-*-rank-0.json")}
-    if not traces:
+    # Others lie there from starts before, which may have been split in another way.
+    traced = traces.keys() & set(run.config.debug.profile) & {step["step"] for step in run.since}
+    if not traced:
         return {}
-    step = max(traces)
+    step = max(traced)
     found = breakdown(traces[step])
     whole = sum(found["seconds"].values())
     shares = {kind: seconds / whole for kind, seconds in found["seconds"].items()}
@@ -121,16 +139,23 @@ def differences(runs: list[Recorded]) -> list[Row]:
     """Of each pair of runs whose losses should be one curve."""
     found = []
     for a, b in combinations(runs, 2):
-        if rundir.identity(a.config) != rundir.identity(b.config):
+        if _curve(a) != _curve(b):
             continue
         losses = [{step["step"]: step["loss"] for step in run.steps} for run in (a, b)]
         both = sorted(losses[0].keys() & losses[1].keys())
+        if not both:
+            continue
         apart = {step: abs(losses[0][step] - losses[1][step]) for step in both}
         worst = max(apart, key=lambda step: apart[step])
         row = dict(runs=[a.name, b.name], splits=[_split(run) for run in (a, b)], steps=len(both))
         row |= dict(differ_in="kernel noise" if _alike(a) == _alike(b) else "split", step=worst, loss=losses[0][worst])
         found.append(row | dict(largest=apart[worst], mean=statistics.fmean(apart.values())))
     return found
+
+
+def _curve(run: Recorded) -> tuple[str, str]:
+    """Equal for runs that should have the same losses, but for rounding in a fixed precision."""
+    return rundir.identity(run.config), _dtype(run)
 
 
 def _alike(run: Recorded) -> Row:
@@ -146,8 +171,8 @@ def _split(run: Recorded) -> str:
     return f"data {data} × ring {ring} × ulysses {ulysses}, ZeRO {run.config.engine.zero}"
 
 
-def _dtype(config: Config, gpu: bool) -> str:
-    return "bf16" if config.engine.precision == "bf16" or (config.engine.precision == "auto" and gpu) else "fp32"
+def _dtype(run: Recorded) -> str:
+    return "bf16" if rules.multiplies_bf16(run.config, run.on_gpu) else "fp32"
 
 
 def _started(run: Recorded) -> str:

@@ -62,6 +62,10 @@ def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
     return data, ring, ulysses
 
 
+def multiplies_bf16(config: Config, gpu: bool) -> bool:
+    return config.engine.precision == "bf16" or (config.engine.precision == "auto" and gpu)
+
+
 def compiles(config: Config, gpu: bool) -> bool:
     """Whether blocks are compiled; `auto` leaves out ZeRO 3, whose hooks break their graphs."""
     return config.engine.compile == "on" or (config.engine.compile == "auto" and config.engine.zero < 3 and gpu)

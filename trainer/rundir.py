@@ -11,8 +11,8 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from dataclasses import asdict
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -112,7 +112,7 @@ def record(folder: Path, composed: Composed, world: int, device: str) -> None:
     """What was asked for, with what; a resumed run adds a line to starts.jsonl."""
     (folder / "config.yaml").write_text(composed.yaml)
     start = dict(
-        time=time.strftime("%Y-%m-%d %H:%M:%S"),
+        time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with its zone: results are read elsewhere
         overrides=composed.overrides,
         ranks=world,
         device=device,

@@ -254,7 +254,7 @@ def test_segments() -> None:
         (slice(5, 12), ((0, 1, 5), (8, 1, 2))),
         (slice(12, 13), ((20, 1, 1),)),
     )
-    for wrong in ([(0, 0, 4)], [(0, 1, -1)], [(0, 1, 10)], [(2**29, 1, 1)]):
+    for wrong in ([(0, 0, 4)], [(0, 1, -1)], [(0, 1, 10)], [(2**29, 1, 1)], [(0.0, 1, 4)], [(0, 1)], [(torch.tensor(0), 1, 4)]):
         with pytest.raises(ValueError, match="q_at"):
             check_segments("q_at", wrong, 9)
 
@@ -331,6 +331,20 @@ def test_what_passed_once_is_checked_again(device: str) -> None:
         ):
             with pytest.raises(ValueError, match=name):
                 call(**change)
+
+
+def test_segments_that_can_be_read_once_are_read_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Or an empty list would be remembered for them, and for every list like them."""
+    monkeypatch.setattr(blocks, "_passed", {})
+    q, k, v, dout = inputs(torch.float32, device)
+    at, mask = [(0, 1, LENGTH)], Mask(causal=True)
+    expected, grads = attention(q, k, v, mask, return_lse=True), [torch.zeros_like(x) for x in (q, k, v)]
+    for q_at, k_at in ((iter(at), iter(at)), (at, at)):
+        out, lse = block_forward(q, k, v, mask, q_at, k_at)
+        torch.testing.assert_close((out, lse), expected)
+    delta = output_delta(dout, out)
+    block_backward(dout, q, k, v, lse, delta, mask, iter(at), iter(at), *grads)
+    assert all(x.any() for x in grads)
 
 
 def test_checks_remember_no_tensors_and_not_everything(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

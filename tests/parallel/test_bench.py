@@ -120,6 +120,7 @@ def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
         (["--heads", "16"], "16/4"),
         (["--rounds", "0"], "at least 1"),
         (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--trace", "ring.png", "--save"], "without --trace"),
         ([], "torchrun"),
     ],
 )

@@ -107,6 +107,19 @@ def test_auto_chooses_from_a_table() -> None:
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
 
 
+def test_auto_says_what_it_chose_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not in each layer of each step."""
+    monkeypatch.setenv("RINGSPAN_LOG", "1")
+    for nbytes in (3 * 2**20, 3 * 2**20, 7 * 2**20):
+        for backward in (False, True):
+            choose_transport("auto", SimpleNamespace(one_host=True), torch.device("cpu"), nbytes, backward)
+    assert capsys.readouterr().err.splitlines() == [
+        f"ringspan: the ring's {way} moves {size}.0 MiB a rank by p2p (cpu)"
+        for size in (3, 7)
+        for way in ("forward", "backward")
+    ]
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 7 + [1] * 9)], ids=["causal", "documents"])
 def test_a_mask_is_planned_once_for_all_layers(mask: dict, pools) -> None:
     assert pools(2)(jobs.plans_made, mask) == [1, 1]

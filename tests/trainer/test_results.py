@@ -3,6 +3,7 @@
 import json
 import shutil
 import statistics
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,45 @@ def test_only_steps_after_the_last_start_are_measured(runs: Folder, tmp_path: Pa
     assert row["ranks"] == 2
 
 
+@pytest.mark.parametrize("hours", [-11, 0, 13])
+def test_runs_may_come_from_another_time_zone(runs: Folder, tmp_path: Path, hours: int) -> None:
+    """A start says its own zone; this machine's is no matter."""
+    folder = tmp_path / "again"
+    shutil.copytree(runs / "again", folder)
+    start = json.loads((folder / "starts.jsonl").read_text())
+    began = datetime.fromisoformat(start["time"])
+    assert began.tzinfo is not None
+    there = began.astimezone(timezone(timedelta(hours=hours)))
+    before = start | {"time": (there - timedelta(hours=1)).isoformat(" ", "seconds"), "ranks": 8}
+    last = start | {"time": there.isoformat(" ", "seconds")}
+    (folder / "starts.jsonl").write_text(json.dumps(before) + "\n" + json.dumps(last) + "\n")
+    run = results.read(folder)
+    assert run.start["ranks"] == 2 and len(run.since) == 7
+
+
+def test_a_trace_of_a_start_before_is_not_this_ones(runs: Folder, tmp_path: Path) -> None:
+    folder = tmp_path / "ring"
+    shutil.copytree(runs / "ring", folder)
+    assert "shares" in results.measure(results.read(folder), skip=2)
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("profile:\n  - 5", "profile: []"))  # started anew, without
+    assert "shares" not in results.measure(results.read(folder), skip=2)
+    (folder / "config.yaml").write_text(config)
+    run = results.read(folder)
+    run.since = [step for step in run.since if step["step"] > 5]  # gone on behind it
+    assert results._profiled(run) == {}
+
+
+def test_what_has_no_common_curve_is_not_compared(runs: Folder) -> None:
+    one, ring = (results.read(runs / name) for name in ("one", "ring"))
+    assert len(results.differences([one, ring])) == 1
+    ring.config.engine.precision = "bf16"
+    assert results.differences([one, ring]) == []
+    one, ring = (results.read(runs / name) for name in ("one", "ring"))
+    one.steps, ring.steps = one.steps[:3], ring.steps[3:]
+    assert results.differences([one, ring]) == []
+
+
 def test_what_cannot_be_a_result_is_told(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = edited(runs / "one", tmp_path / "elsewhere", "NVIDIA H200")
     unknown = tmp_path / "unknown"
@@ -136,10 +176,16 @@ def test_what_cannot_be_a_result_is_told(runs: Folder, tmp_path: Path, capsys: p
     twin = tmp_path / "two" / "one"
     shutil.copytree(runs / "one", twin)
     broken = tmp_path / "broken"
-    shutil.copytree(runs / "one", broken)
-    (broken / "profile").mkdir()
+    shutil.copytree(runs / "ring", broken)
     (broken / "profile" / "step-5-rank-0.json").write_text("{")
+    diverged = edited(runs / "one", tmp_path / "diverged", "CPU rank", loss=float("nan"))
+    killed = tmp_path / "killed"
+    shutil.copytree(runs / "one", killed)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')
     cases = [
+        ([str(killed)], "metrics.jsonl: line"),
+        ([str(diverged)], "the loss of step 1 is not finite"),
         ([str(tmp_path)], "there is no config.yaml, starts.jsonl, metrics.jsonl: give the folder of a run"),
         ([str(runs / "one"), "--skip", "5"], "2 are left"),
         ([str(runs / "one"), "--skip", "-1"], "--skip -1: it must be at least 0"),
