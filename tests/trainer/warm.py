@@ -4,16 +4,15 @@ import contextlib
 import gc
 import importlib
 
-import kernels.chunked
-import trainer.loop
-import trainer.parity
-import trainer.train  # noqa: F401
 from trainer import compose
 
+PARTS = ["kernels.chunked", "trainer.loop", "trainer.parity", "trainer.train"]
 LATE = [  # what torch and DeepSpeed import when it is first used; a version without one of them loses time and nothing else
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "setuptools.command.build_ext",
 ]  # fmt: skip
+for name in PARTS:
+    importlib.import_module(name)
 for name in LATE:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
