@@ -14,6 +14,11 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 .DELETE_ON_ERROR:
 .PHONY: train test compat lint format tables clean
 
+# "make train steps=5" would set a variable of make's that nobody reads.
+OURS := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
+UNREAD := $(strip $(foreach name,$(filter-out $(OURS),$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+$(if $(UNREAD),$(error make does not know $(UNREAD): options go into ARGS, as in make train ARGS="steps=50"))
+
 train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see python -m launch --help
 	$(BIN)/python -m launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 

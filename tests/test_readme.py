@@ -63,6 +63,12 @@ def test_make_train_runs_the_laptop_experiment() -> None:
     assert (ROOT / "conf" / "experiment" / "laptop.yaml").exists()
 
 
+def test_make_refuses_an_option_that_it_would_drop() -> None:
+    for extra, wrong in (["steps=5"], True), (["ARGS=steps=5 seed=1", f"PYTHON={sys.executable}"], False):
+        done = subprocess.run(["make", "-n", "train", *extra], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode != 0) == wrong and ("make does not know steps" in done.stderr) == wrong, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):

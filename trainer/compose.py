@@ -5,6 +5,7 @@ run directory of its own. Every mistake is a ConfigError: the key, the argument 
 """
 
 import difflib
+import functools
 import itertools
 import os
 import re
@@ -139,6 +140,7 @@ def sweep(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
+@functools.cache
 def option_names(schema: type = Config, prefix: str = "") -> list[str]:
     """Every option's dotted name."""
     found = []

@@ -24,6 +24,7 @@ from .data import NO_LABEL, Dataset, Synthetic
 from .synthetic import Recall
 
 WIDTH = 40  # characters of the longest bar
+FEW = 10  # answers whose share says little
 DISTANCES, DEPTHS = 8, 4  # bins of recall's distance and of passkey's depth
 
 
@@ -41,9 +42,10 @@ class Table:
         top = max([*self.means, 1e-9]) if self.chance is None else 1.0
         width = max(map(len, self.labels), default=0)
         lines = [f"{self.title} (chance {self.chance:.1%})" if self.chance else self.title]
-        for label, mean in zip(self.labels, self.means, strict=True):
+        for label, mean, count in zip(self.labels, self.means, self.counts, strict=True):
             value = f"{mean:.3f}" if self.chance is None else f"{mean:4.0%}"
-            lines.append(f"  {label:>{width}}  {value}  {bar(mean / top)}")
+            few = f"  of only {count}" if self.chance is not None and count < FEW else ""
+            lines.append(f"  {label:>{width}}  {value}  {bar(mean / top)}{few}")
         return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,30 +98,39 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     return dict(loss=loss, gradients=deviations[where], where=where)
 
 
-def measure(num_ranks: int, wanted: list[Split], steps: int = 1, extra: list[str] | None = None) -> dict[Split, dict[str, Any]]:
-    """Runs these splits, one after the other, in one set of processes."""
+def measure(
+    num_ranks: int,
+    wanted: list[Split],
+    steps: int = 1,
+    extra: list[str] | None = None,
+    start: Callable[[int, dict[str, Any]], list[int | None]] | None = None,
+) -> dict[Split, dict[str, Any]]:
+    """Runs these splits, one after the other, in one set of processes. `start` is another way to run `work` on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         task = dict(splits=[vars(split) for split in wanted], steps=steps, extra=extra or [], folder=folder)
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-        common = os.environ | dict(
-            WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
-        )
-        command = [
-            sys.executable,
-            "-c",
-            f"import json; from trainer.parity import work; work(json.loads({json.dumps(json.dumps(task))}))",
-        ]
-        ranks = [
-            subprocess.Popen(command, env=common | dict(RANK=str(rank), LOCAL_RANK=str(rank)), cwd=Path(__file__).parent.parent)
-            for rank in range(num_ranks)
-        ]
-        codes = [rank.wait() for rank in ranks]
+        codes = (start or processes)(num_ranks, task)
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}")
         results = json.loads((Path(folder) / "results.json").read_text())
     return dict(zip(wanted, results, strict=True))
+
+
+def processes(num_ranks: int, task: dict[str, Any]) -> list[int | None]:
+    """Runs `work` in new processes; their exit codes."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    common = os.environ | dict(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    code = f"import json; from trainer.parity import work; work(json.loads({json.dumps(json.dumps(task))}))"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=common | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
+            cwd=Path(__file__).parent.parent,
+        )
+        for rank in range(num_ranks)
+    ]
+    return [rank.wait() for rank in ranks]
 
 
 def work(task: dict[str, Any]) -> None:

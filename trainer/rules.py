@@ -160,10 +160,10 @@ def _mesh(config: Config) -> Iterator[str]:
 def _split_of_ranks(config: Config, world_size: int) -> Iterator[str]:
     data, ring, ulysses = mesh_of(config, world_size)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-    if data * ring * ulysses != world_size:
+    if (needed := data * ring * ulysses) != world_size:
         yield (
-            f"parallel.data={data} × ring={ring} × ulysses={ulysses} is {data * ring * ulysses} ranks, but there are {ranks}: "
-            f"start that many (torchrun --nproc-per-node={data * ring * ulysses}), or leave data or ring at 0"
+            f"parallel.data={data} × ring={ring} × ulysses={ulysses} is {needed} ranks, but there are {ranks}: "
+            f"start that many (--ranks={needed}, with torchrun --nproc-per-node={needed}), or leave data or ring at 0"
         )
         return
     at_once = config.data.micro_batch * data

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -160,7 +162,7 @@ class Run:
 
     def finish(self) -> None:
         """After the last step: what the run came to, in text."""
-        config, step, path = self.config, self.position.step, _short(self.folder)
+        config, step, path, python = self.config, self.position.step, _short(self.folder), _python()
         lines, metrics = [], {}
         if config.evaluate.batches:
             report = self.evaluate(step)
@@ -178,9 +180,9 @@ class Run:
             f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
             + (f", {path}/checkpoints the weights." if saved else "."),
             "What to try next:",
-            *[f'  python -m trainer.generate checkpoint={path} prompt="def main("'] * saved,
-            "  python -m launch data=text 'data.sources.text.paths=[~/my-texts]' steps=500    your own files",
-            "  python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
+            *[f'  {python} -m trainer.generate checkpoint={path} prompt="def main("'] * saved,
+            f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   your own files",
+            f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
         ]
         self.tracker.say("\n" + "\n".join(lines))
         if self.ranks.rank == 0:
@@ -268,6 +270,12 @@ class Run:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+
+
+def _python() -> str:
+    """What to type for the Python that runs this: `make train` uses .venv's, which need not be activated."""
+    found = shutil.which("python")
+    return "python" if found and Path(found).parent == Path(sys.executable).parent else _short(Path(sys.executable))
 
 
 def _short(path: Path) -> str:

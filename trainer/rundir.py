@@ -6,6 +6,7 @@ what makes the run what it is (not of how it is sharded, tracked or saved). A fi
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -30,14 +31,14 @@ IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", 
 NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache")
 
 
-def choose(config: Config) -> Path:
+def choose(config: Config, number: int = 0) -> Path:
+    """The run's folder; the first of that name which is not finished, if not told the `number`."""
     runs = Path(config.runs).expanduser().resolve()
     if config.name:
         return runs / config.name
     name = f"{config.model.name}-{config.data.length}-{hashlib.blake2b(identity(config).encode(), digest_size=3).hexdigest()}"
-    number = 1
-    while (runs / _numbered(name, number) / FINISHED).exists():
-        number += 1
+    if not number:
+        number = next(n for n in itertools.count(1) if not (runs / _numbered(name, n) / FINISHED).exists())
     return runs / _numbered(name, number)
 
 
@@ -78,10 +79,20 @@ def enter(composed: Composed, world: int, device: str) -> tuple[Path, IO[str]]:
                 f"{folder}: this file system has no locks ({error.strerror}), so nobody looks for a second run here", flush=True
             )
         _check_finished(folder, composed)
+        _say_if_again(folder, config)
         record(folder, composed, world, device)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
     return folder, lock
+
+
+def _say_if_again(folder: Path, config: Config) -> None:
+    before = choose(config, number=1)
+    if folder != before and not (folder / "config.yaml").exists():
+        print(
+            f"{before.name} is finished; the same starts again beside it (steps=, seed= or any option makes another)",
+            flush=True,
+        )
 
 
 def _check_finished(folder: Path, composed: Composed) -> None:

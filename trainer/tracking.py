@@ -137,7 +137,9 @@ def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
         parts.append(f"{100 * values['mfu']:.1f}% MFU")
     if "gib" in values:
         parts.append(f"{values['gib']:.1f} GiB ({100 * values['gib_share']:.0f}%)")
-    return "  ".join([*parts, f"ETA {duration(left)}"])
+    parts.append(f"ETA {duration(left)}")
+    # of a mixture the loss goes up and down with what a step happens to hold
+    return "  ".join([*parts, *(f"{name} {loss:.3f}" for name, loss in values.get("source", {}).items())])
 
 
 def duration(seconds: float) -> str:

@@ -52,6 +52,8 @@ def carried(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list, **options
 @pytest.mark.parametrize("blocks", [2, 5])
 def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torch.dtype, device: str) -> None:
     mask, (q, k, v, dout) = MASKS[name], inputs(dtype, device)
+    if blocks == 5 and backend == "triton" and not HAS_GPU:  # interpreted, every head costs as much as the first
+        q, k, v, dout = (x[:1, :, : max(1, x.shape[2] // 2)].contiguous() for x in (q, k, v, dout))
     options = dict(backend=backend, softcap=4.0)
     if name == "documents" or HAS_GPU or backend != "triton":  # interpreted, Philox takes ten seconds
         options |= dict(dropout=0.25, seed=99)

@@ -26,7 +26,7 @@ TOY = [
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["trainer.run", "trainer.loop", "deepspeed"])
+context.set_forkserver_preload(["tests.trainer.warm"])
 
 
 def free_port() -> int:

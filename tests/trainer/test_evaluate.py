@@ -147,7 +147,8 @@ def test_bars_and_tables_are_plain_text(config: Config, held_out: Dataset) -> No
     assert bar(1) == "█" * module.WIDTH and bar(0) == "" and bar(0.5 + 1 / 320) == "█" * 20 + "▏"
     text = Table("loss", ["0", "1-9"], [4.0, 2.0], [1, 9]).text()
     assert text.splitlines() == ["loss", "    0  4.000  " + "█" * 40, "  1-9  2.000  " + "█" * 20]
-    assert "(chance 12.5%)" in Table("right", ["a"], [0.5], [2], 0.125).text()
+    assert "(chance 12.5%)" in Table("right", ["a"], [0.5], [10], 0.125).text()
+    assert [Table("right", ["a"], [0.0], [n], 0.125).text().endswith(f"  of only {n}") for n in (9, 10)] == [True, False]
     report = evaluate(Oracle(everything), held_out, config, torch.arange(LENGTH), torch.device("cpu"))
     assert report.text().count("\n\n") == 2
     assert all(isinstance(value, float) for value in report.metrics().values())

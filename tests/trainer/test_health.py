@@ -57,6 +57,7 @@ def test_the_line() -> None:
         "step  120/1000  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU  38.2 GiB (27%)  ETA 2h14m"
     )
     assert tracking.line(120, 1000, values, 8040) == expected
+    assert tracking.line(120, 1000, values | dict(source=dict(a=1.5, b=2)), 8040) == expected + "  a 1.500  b 2.000"
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:

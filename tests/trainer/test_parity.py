@@ -1,7 +1,10 @@
 """Sharding changes nothing: every split of 1, 2 and 4 ranks and every ZeRO stage against one rank alone, in fp32."""
 
+from typing import Any
+
 import pytest
 
+from tests.trainer import jobs
 from trainer import parity
 from trainer.parity import Split
 
@@ -16,8 +19,17 @@ NAMED = {  # for fifty steps
 }
 
 
+def forked(num_ranks: int, task: dict[str, Any]) -> list[int | None]:
+    return jobs.run_ranks(num_ranks, parity.work, task, limit=500)
+
+
+def measure(*args: Any) -> dict[Split, dict[str, Any]]:
+    return parity.measure(*args, start=forked)
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict:
+    """In a process of its own, as the command does it."""
     return parity.measure(1, [REFERENCE])[REFERENCE]
 
 
@@ -25,7 +37,7 @@ def alone() -> dict:
 def test_one_step_is_the_same_under_every_split(alone: dict, ranks: int) -> None:
     wanted = list(parity.splits(ranks, [0, 1, 2, 3]))
     assert len(wanted) == 4 * {1: 1, 2: 3, 4: 6}[ranks]
-    for split, result in parity.measure(ranks, wanted).items():
+    for split, result in measure(ranks, wanted).items():
         row = parity.compare(result, alone)
         assert row["loss"] < 1e-5 and row["gradients"] < 1e-5, f"{split}: {row}"
 
@@ -40,10 +52,10 @@ def test_a_gradient_that_is_off_is_seen(alone: dict) -> None:
 @pytest.mark.slow
 def test_fifty_steps_of_six_named_combinations() -> None:
     options = ["data.batch=4", "optim.lr=3e-3", "optim.clip=1"]
-    expected = parity.measure(1, [REFERENCE], 50, options)[REFERENCE]["losses"]
+    expected = measure(1, [REFERENCE], 50, options)[REFERENCE]["losses"]
     assert len(expected) == 50 and expected[-1] < expected[0]
     for ranks in (2, 4):
         wanted = [split for split in NAMED.values() if split.ring * split.ulysses * split.data == ranks]
-        for split, result in parity.measure(ranks, wanted, 50, options).items():
+        for split, result in measure(ranks, wanted, 50, options).items():
             worst = max(abs(a - b) / b for a, b in zip(result["losses"], expected, strict=True))
             assert worst < 1e-3, f"{split}: {worst}"

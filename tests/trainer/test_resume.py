@@ -118,8 +118,9 @@ def test_the_same_command_goes_on_and_a_finished_run_is_left_alone(tmp_path: Pat
     jobs.run_ranks(1, jobs.train, options, jobs.kill_after, 3)
     (first,) = tmp_path.iterdir()
     assert jobs.run_ranks(1, jobs.train, options) == [0]
-    assert [line["step"] for line in lines(first)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(first)] == [1, 2, 3, 4] and "starts again" not in jobs.said
     assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert jobs.said.count(f"{first.name} is finished; the same starts again beside it") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, first.name + "-2"]
 
 

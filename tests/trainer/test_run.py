@@ -84,16 +84,30 @@ def test_losses_by_source_add_up(tmp_path: Path) -> None:
     assert any("source" in line for line in lines(tmp_path / "run"))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """A run's lines that recomputes nothing, by ZeRO stage."""
+    root = tmp_path_factory.mktemp("plain")
+    for zero in (1, 3):
+        options = [*KEEPING, f"runs={root}", f"name={zero}", f"engine.zero={zero}", "engine.activations=none"]
+        assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
+    return {zero: lines(root / str(zero)) for zero in (1, 3)}
+
+
+KEEPING = ["steps=3", "debug.deterministic=true"]
+
+
 @pytest.mark.parametrize("activations", ["none", "full", "attention"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_what_a_layer_keeps_changes_no_number(tmp_path: Path, activations: str, zero: int) -> None:
-    options = [f"runs={tmp_path}", "steps=3", f"engine.zero={zero}", "debug.deterministic=true"]
-    for name, extra in (("plain", ["engine.activations=none"]), ("kept", [f"engine.activations={activations}"])):
-        if activations != "none" and name == "kept":
-            extra.append("engine.offload_activations=true")
-        assert jobs.run_ranks(2, jobs.train, [*options, f"name={name}", *extra]) == [0, 0]
-    plain, kept = lines(tmp_path / "plain"), lines(tmp_path / "kept")
-    assert [(x["loss"], x["grad"]) for x in kept] == [(x["loss"], x["grad"]) for x in plain]
+def test_what_a_layer_keeps_changes_no_number(
+    plain: dict[int, list[dict[str, Any]]], tmp_path: Path, activations: str, zero: int
+) -> None:
+    options = [*KEEPING, f"runs={tmp_path}", "name=kept", f"engine.zero={zero}", f"engine.activations={activations}"]
+    if activations != "none":
+        options.append("engine.offload_activations=true")
+    assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
+    kept = lines(tmp_path / "kept")
+    assert [(x["loss"], x["grad"]) for x in kept] == [(x["loss"], x["grad"]) for x in plain[zero]]
 
 
 def test_wandb_offline_makes_a_run_that_can_be_synced(tmp_path: Path) -> None:
