@@ -189,7 +189,7 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
         kv = streamed(rows, keys, keys, kv_row, 2 * at.k, of_keys)
         return Work(products(2, rows, keys), (once(2 * at.q + at.stats), kv))
     if hopper:
-        rows, keys = hopper_tiles.tiles_for("backward", q, q)["BLOCK_M"], 2 * WARPGROUP_ROWS
+        rows, keys = WARPGROUP_ROWS, 2 * WARPGROUP_ROWS
         of_group = shape.length * group * (2 * size + 4) * shape.head_dim
         queries = streamed(rows, keys, rows, q_row, 2 * at.q + 2 * at.stats, of_group)
         # an addition in memory reads and writes; before it dq is filled with zeros, after it read and rounded

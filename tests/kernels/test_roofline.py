@@ -22,7 +22,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that stay as they are here, whatever is measured to be faster."""
     hopper = dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=4, REGISTERS=160, STAGED=False, maxnreg=128)
     monkeypatch.setattr(hopper_tiles, "FORWARD", {64: hopper, 256: hopper | dict(CONSUMERS=2)})
-    monkeypatch.setattr(hopper_tiles, "BACKWARD", {64: dict(BLOCK_M=128, SHARE="rows")})
+    monkeypatch.setattr(hopper_tiles, "BACKWARD", {64: dict(STAGES=4, DS_STAGES=3, TIGHT=False)})
     table = {"forward": {256: (128, 64, 8, 3)}, "dq": {256: (64, 64, 4, 3)}, "dkdv": {256: (32, 128, 4, 3)}}
     monkeypatch.setattr(triton_tiles, "HOPPER", table)
 
@@ -76,13 +76,13 @@ def test_flash_forward_by_hand(tiles: None) -> None:
 
 
 def test_flash_backward_by_hand(tiles: None) -> None:
-    shape = Shape("s", 1, 256, 1, 1, 64)  # three pairs of 128 × 128 tiles
+    shape = Shape("s", 1, 256, 1, 1, 64)  # six pairs of tiles of 64 queries and 128 keys
     q, stats = 256 * 64 * 2, 256 * 4
     delta = 2 * q + stats
     work = flash("hopper", shape, "backward", 2)
-    rows = 3 * 128
+    rows = 6 * 64
     assert work.loads == delta + rows * (2 * 128 + 8) + rows * 2 * 256 + (2 * 2 * q + q) + 4 * q
-    assert work.flops == 2 * 5 * (3 * 128 * 128) * 64
+    assert work.flops == 2 * 5 * (6 * 64 * 128) * 64
     assert work.memory(H200) == delta + (2 * q + 2 * stats) + 2 * 2 * q + (2 * 2 * q + q) + 4 * q
     # dq: 64 × 64 tiles, 10 pairs, streams k and v; dkdv: 32 × 128, 8 + 4 pairs, streams q, dout, lse and delta
     work = flash("triton", shape, "backward", 2)
