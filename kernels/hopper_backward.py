@@ -75,7 +75,6 @@ def attention_backward(
     kv_full, _kv_free = barriers(1, 1, 1)
     full_at, free_at = barriers(STAGES, 2, 3)  # written by the TMA and by the one who fetches the statistics
     ds_full, ds_free = barriers(DS_STAGES, 2, 1)
-    tiles = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, where, rows)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
     index = gl.program_id(0)  # the first keys, which most queries see under a causal mask, first; heads as in the forward
@@ -94,35 +93,42 @@ def attention_backward(
     if first_key + 128 > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    work = (b, kv_head, first_key, begin, full, rest, end)
-    memory = (dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides)
+    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, where, rows)
+    keys = (b, kv_head, first_key, begin, end)
+    gradients = (dk, dv, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
+    statistics = (lse, delta, lse_strides, delta_strides, stats, where, row_count(q_at))
     # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
     # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded.
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
     gl.warp_specialize([
         (consume, (
-            tiles, flags, work, memory, options, 0,
+            consumed, flags, keys, gradients, options, 0,
             D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (consume, (
-            tiles, flags, work, memory, options, 1,
+            consumed, flags, keys, gradients, options, 1,
             D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
-        (collect, (tiles, flags, work, memory, options, BLOCK_D, STAGES, DS_STAGES, BIAS, GROUP)),
-        (produce, (dout, q, k, v, tiles, flags, work, memory, options, STAGES, BIAS, GROUP)),
+        (collect, (
+            dq, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale * 2.0**-BIAS, BLOCK_D, STAGES, DS_STAGES, GROUP,
+        )),
+        (produce, (
+            (k, v, q, dout), (k_tile, v_tile, q_tile, dout_tile), statistics, flags,
+            b, kv_head, first_key, begin, full, rest, end, STAGES, BIAS, GROUP,
+        )),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    dout, q, k, v, tiles, flags, work, memory, options, STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
+    sources, tiles, statistics, flags, b, kv_head, first_key, begin, full, rest, end,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, _ds_tile, _dq_tile, stats, where, _rows = tiles
+    k, v, q, dout = sources
+    k_tile, v_tile, q_tile, dout_tile = tiles
+    lse, delta, lse_strides, delta_strides, stats, where, n = statistics
     kv_full, full_at, free_at, _ds_full, _ds_free = flags
-    b, kv_head, first_key, begin, full, rest, end = work
-    _dq, lse, delta, _dk, _dv, lse_strides, delta_strides, _dk_strides, _dv_strides = memory
-    n = row_count(options[1])
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
     tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile)
@@ -156,15 +162,15 @@ def produce(
 
 @gluon.jit
 def consume(
-    tiles, flags, work, memory, options, ME: gl.constexpr,
+    tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, _dq_tile, stats, where, rows = tiles
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, where, rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
-    b, kv_head, first_key, begin, _full, _rest, end = work
-    _dq, _lse, _delta, dk_to, dv_to, _lse_strides, _delta_strides, dk_strides, dv_strides = memory
+    b, kv_head, first_key, begin, end = keys
+    dk_to, dv_to, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
@@ -240,14 +246,10 @@ def product(mine, tile, zero, WIDTH: gl.constexpr):
 
 @gluon.jit
 def collect(
-    tiles, flags, work, memory, options,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
+    dq_to, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    k_tile, _v_tile, _q_tile, _dout_tile, ds_tile, dq_tile, _stats, where, _rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
-    b, _kv_head, _first_key, begin, _full, _rest, end = work
-    dq_to, _lse, _delta, _dk, _dv, _lse_strides, _delta_strides, _dk_strides, _dv_strides = memory
-    _mask, _q_at, _k_at, scale, _softcap = options
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     k_all = k_tile.reshape([128, BLOCK_D])
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
@@ -265,7 +267,7 @@ def collect(
                 mbarrier.arrive(ds_free.index(place), count=1)
             out = dq_tile.index((i * (BLOCK_D // 64) + part) % 2)
             tma.store_wait(1)  # the one before the last has been read
-            out.reshape([64, 64]).store(dq * (scale * 2.0**-BIAS))
+            out.reshape([64, 64]).store(dq * scale)
             fence_async_shared()
             tma_add(dq_to, [b, h, row, part * 64], out)
     tma.store_wait(0)
