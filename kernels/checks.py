@@ -2,6 +2,7 @@
 every ValueError names the argument, what was given and what would work.
 """
 
+import functools
 import math
 
 import torch
@@ -135,9 +136,14 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, accum
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
 
 
+@functools.lru_cache(maxsize=4096)
+def even_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether columns are consecutive and rows begin at multiples of 8 elements, as kernels read and write them."""
+    return strides[-1] == 1 and all(stride % 8 == 0 for stride, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
+
+
 def check_columns(name: str, written: Tensor) -> None:
-    even = all(stride % 8 == 0 for stride, n in zip(written.stride()[:-1], written.shape[:-1], strict=True) if n > 1)
-    if written.numel() and not (written.stride(-1) == 1 and even):
+    if written.numel() and not even_rows(written.shape, written.stride()):
         raise ValueError(f"{name} has strides {written.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
 
 

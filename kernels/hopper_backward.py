@@ -31,6 +31,7 @@ from .hopper_common import (
     descriptor,
     fetchable,
     heads_together,
+    in_turn,
     nth_tile,
     number,
     wait_free,
@@ -77,12 +78,8 @@ def attention_backward(
     ds_full, ds_free = barriers(DS_STAGES, 2, 1)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
-    index = gl.program_id(0)  # the first keys, which most queries see under a causal mask, first; heads as in the forward
-    first_sequence = index // (num_tiles * together) * together
-    index -= first_sequence * num_tiles
-    num_together = gl.minimum(together, num_sequences - first_sequence)
-    sequence = first_sequence + index % num_together
-    first_key = index // num_together * 128
+    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together)
+    first_key = turn * 128  # the first keys, which most queries see under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
     n = row_count(k_at)
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)

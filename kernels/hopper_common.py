@@ -83,16 +83,24 @@ def receive(queue, i):
 
 
 @gluon.jit
-def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
-    # `together` heads at a time, as many as have their keys in the L2 cache; of these, the last queries, which see most
-    # under a causal mask, first, and heads fastest, so that a group's read the same keys at the same time
+def in_turn(index, num_tiles, num_sequences, together):
+    """Number of a piece of work → (sequence, which of its tiles).
+
+    `together` heads at a time, as many as have what they stream in the L2 cache; of these heads go fastest, so that a group's
+    read the same at the same time.
+    """
     first_sequence = index // (num_tiles * together) * together
     index -= first_sequence * num_tiles
     num_together = gl.minimum(together, num_sequences - first_sequence)
-    sequence = first_sequence + index % num_together
-    tile = num_tiles - 1 - index // num_together
+    return first_sequence + index % num_together, index // num_together
+
+
+@gluon.jit
+def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
+    sequence, turn = in_turn(index, num_tiles, num_sequences, together)
+    tile = num_tiles - 1 - turn  # the last queries, which see most under a causal mask, first
     b, h = sequence // num_heads, sequence % num_heads
     n = row_count(q_at)
     HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None

@@ -8,7 +8,6 @@ Kernels take their long lists as tuples; an element that is None costs nothing, 
     *_strides = of batch, row and head; columns are consecutive
 """
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block
+from .checks import even_rows
 from .mask import SENTINEL, Mask
 from .philox import keep_tile, threshold
 from .segments import Segments
@@ -278,12 +278,6 @@ def aligned(tensor: Tensor) -> Tensor:
     """
     ready = even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
     return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.lru_cache(maxsize=4096)
-def even_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    even = all(stride % ALIGN.value == 0 for stride, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
-    return even and strides[-1] == 1
 
 
 def quads(k_at: Segments, block: int) -> bool:
