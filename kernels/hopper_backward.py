@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .block import Block, Gradients
 from .compat import tma_add, tma_load
 from .hopper_common import (
+    arrive_each,
     barriers,
     descriptor,
     fetchable,
@@ -69,13 +70,22 @@ def attention_backward(
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
-    stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
+    minus = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    column = gl.arange(0, 16, gl.SliceLayout(0, WIDE))[None, :] + gl.zeros([64, 16], gl.int32, WIDE)
+    for n in gl.static_range(2):
+        minus.index(n).store(gl.where((column >= 3 * n) & (column < 3 * n + 3), -1.0, 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    lse_tile = stats  # stands in where the product with it is enough
+    if softcap is not None:
+        lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, _kv_free = barriers(1, 1, 1)
-    full_at, free_at = barriers(STAGES, 2, 3)  # written by the TMA and by the one who fetches the statistics
-    ds_full, ds_free = barriers(DS_STAGES, 2, 1)
+    full_at, free_at = barriers(STAGES, 2, 3 * 128)  # written by the TMA and by the one who fetches the statistics
+    ds_full, ds_free = barriers(DS_STAGES, 2 * 128, 128)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
     sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together)
@@ -90,11 +100,11 @@ def attention_backward(
     if first_key + 128 > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, where, rows)
+    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows)
     keys = (b, kv_head, first_key, begin, end)
     gradients = (dk, dv, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
-    statistics = (lse, delta, lse_strides, delta_strides, stats, where, row_count(q_at))
+    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, where, row_count(q_at), scale, softcap)
     # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
     # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded.
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
@@ -124,7 +134,7 @@ def produce(
 ):  # fmt: skip
     k, v, q, dout = sources
     k_tile, v_tile, q_tile, dout_tile = tiles
-    lse, delta, lse_strides, delta_strides, stats, where, n = statistics
+    lse, delta, lse_strides, delta_strides, stats, lse_tile, where, n, scale, softcap = statistics
     kv_full, full_at, free_at, _ds_full, _ds_free = flags
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
@@ -132,10 +142,13 @@ def produce(
     num = end - begin
     num_split = full - begin + end - rest
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    STATS: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, STATS)
+    column = gl.arange(0, 16, gl.SliceLayout(0, STATS))[None, :]
     for i in range(GROUP * num):
         h = kv_head * GROUP + i // num
         row = nth_tile(i % num, begin, full, rest, end) * 64
-        at = row + gl.arange(0, 64, WARP)
+        at = row + gl.arange(0, 64, ROWS)
         lse_row = gl.load(
             lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
             mask=at < n, other=float("-inf"),
@@ -149,12 +162,28 @@ def produce(
         mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
         tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
         tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
-        stats.index(2 * place).store(gl.where(nothing, float("inf"), lse_row * LOG2E - BIAS))
-        stats.index(2 * place + 1).store(gl.where(nothing, 0.0, delta_row))
+        lse_row = lse_row * LOG2E - BIAS
+        if softcap is not None:
+            lse_tile.index(place).store(gl.where(nothing, float("inf"), lse_row))
+            lse_row = gl.zeros_like(delta_row)
+        lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))
+        delta_row = gl.where(nothing, 0.0, delta_row)
+        stats.index(place).store(gl.where(column < 3, thirds(lse_row, column), thirds(delta_row, column - 3)).to(gl.bfloat16))
         where.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
         where.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
         where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
+        fence_async_shared()
         mbarrier.arrive(full_at.index(place), count=1)
+
+
+@gluon.jit
+def thirds(x, column):
+    """fp32 as a sum of three bf16, in columns 0, 1 and 2."""
+    high = x.to(gl.bfloat16).to(gl.float32)
+    middle = (x - high).to(gl.bfloat16).to(gl.float32)
+    low = x - high - middle
+    tail = gl.where(column == 1, middle[:, None], gl.where(column == 2, low[:, None], 0.0))
+    return gl.where(column == 0, high[:, None], tail)
 
 
 @gluon.jit
@@ -164,7 +193,7 @@ def consume(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, where, rows = tiles
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
@@ -177,6 +206,8 @@ def consume(
     k_mine = k_tile.reshape([128, BLOCK_D]).slice(ME * 64, 64)
     v_mine = v_tile.reshape([128, BLOCK_DV]).slice(ME * 64, 64)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    less_lse = minus.index(0)
+    less_delta = minus.index(1)
     dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
     dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
     key = first_key + ME * 64 + gl.arange(0, 64, KEYS)
@@ -188,7 +219,7 @@ def consume(
     s = zero
     if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
-        s = product(k_mine, q_tile.index(0), zero, BLOCK_D)
+        s = product(k_mine, q_tile.index(0), zero, less_lse, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         place = i % STAGES
@@ -196,12 +227,15 @@ def consume(
         dout = dout_tile.index(place).reshape([64, BLOCK_DV])
         if TIGHT:
             wait_full(full_at, i, STAGES)
-            s = product(k_mine, q_tile.index(place), zero, BLOCK_D)
+            s = product(k_mine, q_tile.index(place), zero, less_lse, stats.index(place), BLOCK_D)
             s = warpgroup_mma_wait(0, deps=(s,))
         else:
-            dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
+            dp = product(v_mine, dout_tile.index(place), zero, less_delta, stats.index(place), BLOCK_DV)
         s, factor = exponents(s, scale, softcap, False)
-        p = gl.exp2(s * factor - stats.index(2 * place).load(QUERIES)[None, :])
+        exponent = s * factor
+        if softcap is not None:
+            exponent -= lse_tile.index(place).load(QUERIES)[None, :]
+        p = gl.exp2(exponent)
         if number(where, 4 * place + 2) != 0:
             p_q = position(number(where, 4 * place + 1) + rows.load(QUERIES), q_at)
             visible = p_q[None, :] <= hi[:, None]
@@ -211,10 +245,10 @@ def consume(
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
         if TIGHT:
             p = p.to(gl.float16)
-            dp = product(v_mine, dout_tile.index(place), zero, BLOCK_DV)
+            dp = product(v_mine, dout_tile.index(place), zero, less_delta, stats.index(place), BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = p.to(gl.float32) * (dp - stats.index(2 * place + 1).load(QUERIES)[None, :])
+        ds = p.to(gl.float32) * dp
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
@@ -222,23 +256,25 @@ def consume(
         ds_tile.index(ds_place).slice(ME * 64, 64).store(ds)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(ds_place), count=1)
+        arrive_each(ds_full.index(ds_place))
         if TIGHT:
             dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
-            s = product(k_mine, q_tile.index((i + 1) % STAGES), zero, BLOCK_D)
+            after = (i + 1) % STAGES
+            s = product(k_mine, q_tile.index(after), zero, less_lse, stats.index(after), BLOCK_D)
             dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
-        mbarrier.arrive(free_at.index(place), count=1)
+        arrive_each(free_at.index(place))
     write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
     write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
 
 
 @gluon.jit
-def product(mine, tile, zero, WIDTH: gl.constexpr):
-    """(keys, queries) of k or v with a tile of q or dout."""
-    return warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
+def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
+    """(keys, queries) of k or v with a tile of q or dout, less what each query's lse or delta is."""
+    acc = warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(minus, stats.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -254,20 +290,36 @@ def collect(
     for i in range(GROUP * (end - begin)):
         place = wait_full(full_at, i, STAGES)
         h, row = number(where, 4 * place), number(where, 4 * place + 1)
-        mbarrier.arrive(free_at.index(place), count=1)
+        arrive_each(free_at.index(place))
         place = wait_full(ds_full, i, DS_STAGES)
         ds = ds_tile.index(place).permute((1, 0))
         for part in gl.static_range(BLOCK_D // 64):
             dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == BLOCK_D // 64 - 1:
-                mbarrier.arrive(ds_free.index(place), count=1)
+                arrive_each(ds_free.index(place))
             out = dq_tile.index((i * (BLOCK_D // 64) + part) % 2)
             tma.store_wait(1)  # the one before the last has been read
-            out.reshape([64, 64]).store(dq * scale)
+            store_apart(dq * scale, out, LAYOUT)
             fence_async_shared()
             tma_add(dq_to, [b, h, row, part * 64], out)
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_apart(dq, out, LAYOUT: gl.constexpr):
+    """dq into the tile that the TMA adds from, without conflicts of banks.
+
+    A thread has two columns that lie side by side in every eight. In the TMA's order half a warp, four rows of eight columns,
+    would meet in half the banks. So odd rows take their columns in another order: sixteen further, or back.
+    """
+    APART: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0], [0, 32]], alignment=1024
+    )
+    low, high = dq.reshape([64, 2, 2, 16]).permute((0, 1, 3, 2)).split()
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))) & 1 != 0)[:, None, None]
+    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2)).reshape([64, 64])
+    out.reshape([64, 64])._reinterpret(gl.float32, [64, 64], APART).store(gl.convert_layout(turned, LAYOUT, assert_trivial=True))
 
 
 @gluon.jit

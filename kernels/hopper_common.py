@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -29,6 +30,16 @@ def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(i), count=WRITERS)
         mbarrier.init(free.index(i), count=READERS)
     return full, free
+
+
+@gluon.jit
+def arrive_each(barrier):
+    """As `mbarrier.arrive`, but each thread for itself, so a warpgroup counts 128.
+
+    There one thread does it for all, and Triton 3.6 and 3.7 stop the warpgroup before and after. (This is the arrival that
+    follows a thread's asynchronous copies. There are none here, so nothing is waited for.)
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
