@@ -91,11 +91,8 @@ def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
     return f"takes scales above 0, not {scale}" if scale <= 0 else None
 
 
-def _hopper_backward_obstacle(q: Tensor, v: Tensor, deterministic: bool) -> str | None:
-    if deterministic:
-        return "adds up dq in no fixed order, and deterministic=True asks for one"
-    widest = max(q.shape[-1], v.shape[-1])
-    return f"has registers for head dims up to 128, not {widest}" if widest > 128 else None
+def _hopper_backward_obstacle(deterministic: bool) -> str | None:
+    return "adds up dq in no fixed order, and deterministic=True asks for one" if deterministic else None
 
 
 def _say(backend: str, reason: str) -> str:
@@ -235,7 +232,7 @@ def block_backward(
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
     chosen = choose_backend(backend, q, v, scale=block.scale, dropout=dropout)
-    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle(q, v, deterministic)):
+    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle(deterministic)):
         chosen = _say("triton", f"hopper's backward {obstacle}")
     run = _module(chosen, backward=True)
     if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):

@@ -1,11 +1,14 @@
 """The backward for Hopper (sm_90), in Gluon: one pass with five products, where the portable one makes two passes with seven.
 
-A program keeps 128 keys and streams the queries that see them, 64 at a time, over all heads of the group. Four parties work
-beside each other and wait for nothing but each other's tiles in shared memory:
+A program keeps BLOCK_N keys and streams the queries that see them, 64 at a time, over all heads of the group. Four parties
+work beside each other and wait for nothing but each other's tiles in shared memory:
 
     produce      one warp: the TMA brings q and dout, the warp lse and delta
-    consume      two warpgroups of 64 keys each: scores, weights and their gradients dS; dk and dv stay in their registers
+    consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers
     collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory
+
+Of 128 keys a consumer takes 64. Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a
+consumer half of the columns; both work out the same scores, which costs two products more and saves them a meeting.
 
 Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in no fixed order,
 so a deterministic backward is the portable kernel's.
@@ -25,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block import Block, Gradients
-from .compat import tma_add, tma_load
+from .compat import tma_add, tma_load, tma_store
 from .hopper_common import (
     arrive_each,
     barriers,
@@ -47,6 +50,7 @@ from .triton_common import (
     LOG2E,
     Launch,
     exponents,
+    is_aligned,
     position,
     queries_of,
     row_count,
@@ -60,16 +64,16 @@ def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, TIGHT: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """dout, q, k, v and dq are descriptors of (batch, head, row, column)."""
-    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 128, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 128, BLOCK_DV], v.layout)
+    """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
+    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, BLOCK_DV], v.layout)
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
-    ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, 128, 64], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
+    ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
+    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, 64], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
     minus = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -85,19 +89,19 @@ def attention_backward(
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, _kv_free = barriers(1, 1, 1)
     full_at, free_at = barriers(STAGES, 2, 3 * 128)  # written by the TMA and by the one who fetches the statistics
-    ds_full, ds_free = barriers(DS_STAGES, 2 * 128, 128)
+    ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
     sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together)
-    first_key = turn * 128  # the first keys, which most queries see under a causal mask, first
+    first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
     n = row_count(k_at)
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
-    last_lo, last_hi = queries_of(position(gl.minimum(first_key + 128, n) - 1, k_at), mask, b)
+    last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, n) - 1, k_at), mask, b)
     begin, full, rest, end = tile_range(
         first_lo, last_lo, first_hi, last_hi, q_at, 64, mask[1] is not None or mask[2] is not None
     )
-    if first_key + 128 > n:  # behind the last key lse has nothing to say: every tile needs the compare
+    if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
     consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows)
@@ -111,14 +115,15 @@ def attention_backward(
     gl.warp_specialize([
         (consume, (
             consumed, flags, keys, gradients, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (consume, (
             consumed, flags, keys, gradients, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale * 2.0**-BIAS, BLOCK_D, STAGES, DS_STAGES, GROUP,
+            dq, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale * 2.0**-BIAS,
+            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, GROUP,
         )),
         (produce, (
             (k, v, q, dout), (k_tile, v_tile, q_tile, dout_tile), statistics, flags,
@@ -190,8 +195,8 @@ def thirds(x, column):
 def consume(
     tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
@@ -199,18 +204,24 @@ def consume(
     dk_to, dv_to, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    WIDTH: gl.constexpr = BLOCK_D * BLOCK_N // 128  # columns of dk, and of dv, that a consumer has
+    WIDTH_V: gl.constexpr = BLOCK_DV * BLOCK_N // 128
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH_V, 16])
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    k_mine = k_tile.reshape([128, BLOCK_D]).slice(ME * 64, 64)
-    v_mine = v_tile.reshape([128, BLOCK_DV]).slice(ME * 64, 64)
+    HALVES: gl.constexpr = BLOCK_N == 64
+    FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
+    COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
+    COLUMN_V: gl.constexpr = ME * WIDTH_V if HALVES else 0
+    k_mine = k_tile.reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
+    v_mine = v_tile.reshape([BLOCK_N, BLOCK_DV]).slice(FIRST, 64)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     less_lse = minus.index(0)
     less_delta = minus.index(1)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
-    dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
-    key = first_key + ME * 64 + gl.arange(0, 64, KEYS)
+    dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
+    dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
+    key = first_key + FIRST + gl.arange(0, 64, KEYS)
     lo, hi = queries_of(position(key, k_at), mask, b)
     key_ok = key < row_count(k_at)
     hi = gl.where(key_ok, hi, -EVERYWHERE)
@@ -223,8 +234,8 @@ def consume(
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         place = i % STAGES
-        q = q_tile.index(place).reshape([64, BLOCK_D])
-        dout = dout_tile.index(place).reshape([64, BLOCK_DV])
+        q = q_tile.index(place).reshape([64, BLOCK_D]).slice(COLUMN, WIDTH, dim=1)
+        dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
         if TIGHT:
             wait_full(full_at, i, STAGES)
             s = product(k_mine, q_tile.index(place), zero, less_lse, stats.index(place), BLOCK_D)
@@ -252,11 +263,13 @@ def consume(
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
-        ds_place = wait_free(ds_free, i, DS_STAGES)
-        ds_tile.index(ds_place).slice(ME * 64, 64).store(ds)
+        if not HALVES or ME == 0:
+            ds_place = wait_free(ds_free, i, DS_STAGES)
+            ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
         dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        fence_async_shared()
-        arrive_each(ds_full.index(ds_place))
+        if not HALVES or ME == 0:
+            fence_async_shared()
+            arrive_each(ds_full.index(ds_place))
         if TIGHT:
             dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
@@ -266,8 +279,20 @@ def consume(
             s = product(k_mine, q_tile.index(after), zero, less_lse, stats.index(after), BLOCK_D)
             dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         arrive_each(free_at.index(place))
-    write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, D, BLOCK_D, K_LAYOUT, ADD)
-    write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, DV, BLOCK_DV, V_LAYOUT, ADD)
+    dk *= scale * 2.0**-BIAS
+    dv *= 2.0**-BIAS
+    if STAGED:
+        for n in gl.static_range(STAGES):  # all tiles have been read, by the others too: their memory is free
+            wait_free(free_at, steps + n, STAGES)
+        q_tile.index(ME).reshape([64, BLOCK_D]).store(dk.to(q_tile.dtype))
+        dout_tile.index(ME).reshape([64, BLOCK_DV]).store(dv.to(q_tile.dtype))
+        fence_async_shared()
+        tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], q_tile.index(ME))
+        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], dout_tile.index(ME))
+        tma.store_wait(0)
+    else:
+        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, COLUMN, D, WIDTH, K_LAYOUT, ADD)
+        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, COLUMN_V, DV, WIDTH_V, V_LAYOUT, ADD)
 
 
 @gluon.jit
@@ -280,11 +305,12 @@ def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
 @gluon.jit
 def collect(
     dq_to, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     kv_full, full_at, free_at, ds_full, ds_free = flags
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    k_all = k_tile.reshape([128, BLOCK_D])
+    k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
     for i in range(GROUP * (end - begin)):
@@ -298,8 +324,8 @@ def collect(
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == BLOCK_D // 64 - 1:
                 arrive_each(ds_free.index(place))
-            out = dq_tile.index((i * (BLOCK_D // 64) + part) % 2)
-            tma.store_wait(1)  # the one before the last has been read
+            out = dq_tile.index((i * (BLOCK_D // 64) + part) % DQ_STAGES)
+            tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
             store_apart(dq * scale, out, LAYOUT)
             fence_async_shared()
             tma_add(dq_to, [b, h, row, part * 64], out)
@@ -324,10 +350,11 @@ def store_apart(dq, out, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def write(
-    value, to, strides, b, h, row, row_ok, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr
-):
+    value, to, strides, b, h, row, row_ok, FIRST: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr,
+    ADD: gl.constexpr,
+):  # fmt: skip
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    column = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    column = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < WIDTH)[None, :]
     at = to + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
     if ADD:
@@ -354,18 +381,20 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
     tiles = tiles_for("backward", q, v)
-    block_d, block_dv = tiles["BLOCK_D"], tiles["BLOCK_DV"]
-    num_tiles, num_sequences, group = -(-k_rows // 128), batch * kv_heads, heads // kv_heads
+    block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
+    num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
+    # through shared memory, where there is room, and what is written replaces what was there
+    staged = accumulate is not True and block_n == 128 and all(x.element_size() == 2 and is_aligned(x) for x in (dk, dv))
     arguments = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
-        k=descriptor(k, k_rows, 128, block_d),
-        v=descriptor(v, k_rows, 128, block_dv),
+        k=descriptor(k, k_rows, block_n, block_d),
+        v=descriptor(v, k_rows, block_n, block_dv),
         dq=descriptor(dq, q_rows, 64, 64),
         lse=lse,
         delta=delta,
-        dk=dk,
-        dv=dv,
+        dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
+        dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
         lse_strides=lse.stride(),
         delta_strides=delta.stride(),
         dk_strides=dk.stride()[:3],
@@ -378,6 +407,7 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         DV=v_width,
         GROUP=group,
         ADD=accumulate is True,
+        STAGED=staged,
         **rule_arguments(block),
         **tiles,
     )

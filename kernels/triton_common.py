@@ -276,8 +276,11 @@ def aligned(tensor: Tensor) -> Tensor:
     Triton knows of a stride only whether it is a multiple of 16, so kernels are told of the 8. Otherwise they would load
     element by element, which is slow, and which Triton 3.6 gets wrong on sm_90 (seen with D 248, Dv 24).
     """
-    ready = even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
-    return tensor if ready else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    return even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
 
 
 def quads(k_at: Segments, block: int) -> bool:

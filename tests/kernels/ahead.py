@@ -43,7 +43,7 @@ NAMED = [
     f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
 ]
 NAMED += [f"hopper/{name}/attention_forward" for name in GLUON]
-NAMED += [f"hopper/{name}/attention_backward" for name in GLUON if name not in ("d256-causal", "d192-128")]
+NAMED += [f"hopper/{name}/attention_backward" for name in GLUON]
 # Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
 # ones that do not spill (d64, d128, d256), or hold more than any tile leaves room for.
 MAY_SPILL = {
@@ -112,8 +112,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
     yield from forward_launches(block, carry, out, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
-    if not gluon or max(width, v_width) <= 128:
-        yield from backward_launches(block, Gradients(out, lse, lse, *grads), carry is not None, backward)
+    yield from backward_launches(block, Gradients(out, lse, lse, *grads), carry is not None, backward)
 
 
 def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:
