@@ -73,7 +73,7 @@ def attention_backward(
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, 64], dq.layout)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, 32], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
     minus = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -324,28 +324,30 @@ def collect(
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == BLOCK_D // 64 - 1:
                 arrive_each(ds_free.index(place))
-            out = dq_tile.index((i * (BLOCK_D // 64) + part) % DQ_STAGES)
-            tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
-            store_apart(dq * scale, out, LAYOUT)
-            fence_async_shared()
-            tma_add(dq_to, [b, h, row, part * 64], out)
+            halves = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
+            for half in gl.static_range(2):
+                out = dq_tile.index(((i * (BLOCK_D // 64) + part) * 2 + half) % DQ_STAGES)
+                tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
+                store_apart(halves[half], out)
+                fence_async_shared()
+                tma_add(dq_to, [b, h, row, part * 64 + half * 32], out)
     tma.store_wait(0)
 
 
 @gluon.jit
-def store_apart(dq, out, LAYOUT: gl.constexpr):
+def store_apart(dq, out):
     """dq into the tile that the TMA adds from, without conflicts of banks.
 
     A thread has two columns that lie side by side in every eight. In the TMA's order half a warp, four rows of eight columns,
     would meet in half the banks. So odd rows take their columns in another order: sixteen further, or back.
     """
     APART: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0], [0, 32]], alignment=1024
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]], alignment=1024
     )
-    low, high = dq.reshape([64, 2, 2, 16]).permute((0, 1, 3, 2)).split()
-    odd = (gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))) & 1 != 0)[:, None, None]
-    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2)).reshape([64, 64])
-    out.reshape([64, 64])._reinterpret(gl.float32, [64, 64], APART).store(gl.convert_layout(turned, LAYOUT, assert_trivial=True))
+    low, high = dq.reshape([64, 2, 16]).permute((0, 2, 1)).split()
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, low.type.layout)) & 1 != 0)[:, None]
+    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 2, 1)).reshape([64, 32])
+    out.reshape([64, 32])._reinterpret(gl.float32, [64, 32], APART).store(turned)
 
 
 @gluon.jit
@@ -390,7 +392,7 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         q=descriptor(q, q_rows, 64, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
-        dq=descriptor(dq, q_rows, 64, 64),
+        dq=descriptor(dq, q_rows, 64, 32),
         lse=lse,
         delta=delta,
         dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
