@@ -31,10 +31,18 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
 
 
+@builtin
+def with_layout(memory: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The same shared memory, read and written in another order. Its method lost an underscore in 3.9."""
+    return _semantic.memdesc_reinterpret(memory, memory.dtype, memory.shape, getattr(layout, "value", layout))
+
+
 if TYPE_CHECKING:
     from .triton_common import Launch
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# With Triton 3.9's assembler a store of dk or dv to shared memory puts the products in the loop before it one after another.
+STAGES_GRADIENTS = VERSION < (3, 9)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 

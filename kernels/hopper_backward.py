@@ -5,7 +5,10 @@ work beside each other and wait for nothing but each other's tiles in shared mem
 
     produce      one warp: the TMA brings q and dout, the warp lse and delta
     consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers
-    collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory
+    collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory (hopper_dq.py)
+
+What they read of shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
+key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
 Of 128 keys a consumer takes 64. Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a
 consumer half of the columns; both work out the same scores, which costs two products more and saves them a meeting.
@@ -28,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block import Block, Gradients
-from .compat import tma_add, tma_load, tma_store
+from .compat import STAGES_GRADIENTS, tma_load, tma_store
 from .hopper_common import (
     arrive_each,
     barriers,
@@ -42,6 +45,7 @@ from .hopper_common import (
     wait_full,
     without_padding,
 )
+from .hopper_dq import collect
 from .hopper_tiles import tiles_for
 from .triton_backward import add_up
 from .triton_common import (
@@ -64,8 +68,8 @@ def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, TIGHT: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
+    TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, BLOCK_D], k.layout)
@@ -73,14 +77,8 @@ def attention_backward(
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, 32], dq.layout)
-    stats = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
-    minus = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    column = gl.arange(0, 16, gl.SliceLayout(0, WIDE))[None, :] + gl.zeros([64, 16], gl.int32, WIDE)
-    for n in gl.static_range(2):
-        minus.index(n).store(gl.where((column >= 3 * n) & (column < 3 * n + 3), -1.0, 0.0).to(gl.bfloat16))
-    fence_async_shared()
+    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, DQ_WIDTH], dq.layout)
+    stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
     lse_tile = stats  # stands in where the product with it is enough
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -104,7 +102,7 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows)
+    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, where, rows)
     keys = (b, kv_head, first_key, begin, end)
     gradients = (dk, dv, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
@@ -123,7 +121,7 @@ def attention_backward(
         )),
         (collect, (
             dq, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale * 2.0**-BIAS,
-            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, GROUP,
+            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
             (k, v, q, dout), (k_tile, v_tile, q_tile, dout_tile), statistics, flags,
@@ -173,7 +171,8 @@ def produce(
             lse_row = gl.zeros_like(delta_row)
         lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))
         delta_row = gl.where(nothing, 0.0, delta_row)
-        stats.index(place).store(gl.where(column < 3, thirds(lse_row, column), thirds(delta_row, column - 3)).to(gl.bfloat16))
+        stats.index(2 * place).store(thirds(lse_row, column))
+        stats.index(2 * place + 1).store(thirds(delta_row, column))
         where.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
         where.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
         where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
@@ -183,12 +182,12 @@ def produce(
 
 @gluon.jit
 def thirds(x, column):
-    """fp32 as a sum of three bf16, in columns 0, 1 and 2."""
+    """fp32 as a sum of three bf16, in columns 0, 1 and 2 of a tile for the tensor cores, whose narrowest are 16 wide."""
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)
     low = x - high - middle
     tail = gl.where(column == 1, middle[:, None], gl.where(column == 2, low[:, None], 0.0))
-    return gl.where(column == 0, high[:, None], tail)
+    return gl.where(column == 0, high[:, None], tail).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -198,7 +197,7 @@ def consume(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, minus, lse_tile, where, rows = tiles
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, where, rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
@@ -210,6 +209,7 @@ def consume(
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH_V, 16])
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    MINUS: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALVES: gl.constexpr = BLOCK_N == 64
     FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
     COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
@@ -217,8 +217,8 @@ def consume(
     k_mine = k_tile.reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
     v_mine = v_tile.reshape([BLOCK_N, BLOCK_DV]).slice(FIRST, 64)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    less_lse = minus.index(0)
-    less_delta = minus.index(1)
+    column = gl.arange(0, 16, gl.SliceLayout(0, MINUS))[None, :] + gl.zeros([64, 16], gl.int32, MINUS)
+    minus = gl.where(column < 3, -1.0, 0.0).to(gl.bfloat16)  # times `thirds`: what is taken away
     dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
     dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
     key = first_key + FIRST + gl.arange(0, 64, KEYS)
@@ -230,7 +230,7 @@ def consume(
     s = zero
     if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
-        s = product(k_mine, q_tile.index(0), zero, less_lse, stats.index(0), BLOCK_D)
+        s = product(k_mine, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         place = i % STAGES
@@ -238,10 +238,10 @@ def consume(
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
         if TIGHT:
             wait_full(full_at, i, STAGES)
-            s = product(k_mine, q_tile.index(place), zero, less_lse, stats.index(place), BLOCK_D)
+            s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
             s = warpgroup_mma_wait(0, deps=(s,))
         else:
-            dp = product(v_mine, dout_tile.index(place), zero, less_delta, stats.index(place), BLOCK_DV)
+            dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
         s, factor = exponents(s, scale, softcap, False)
         exponent = s * factor
         if softcap is not None:
@@ -256,7 +256,7 @@ def consume(
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
         if TIGHT:
             p = p.to(gl.float16)
-            dp = product(v_mine, dout_tile.index(place), zero, less_delta, stats.index(place), BLOCK_DV)
+            dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = p.to(gl.float32) * dp
@@ -276,23 +276,22 @@ def consume(
             if i + 1 < steps:
                 wait_full(full_at, i + 1, STAGES)
             after = (i + 1) % STAGES
-            s = product(k_mine, q_tile.index(after), zero, less_lse, stats.index(after), BLOCK_D)
+            s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
             dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         arrive_each(free_at.index(place))
-    dk *= scale * 2.0**-BIAS
-    dv *= 2.0**-BIAS
     if STAGED:
         for n in gl.static_range(STAGES):  # all tiles have been read, by the others too: their memory is free
             wait_free(free_at, steps + n, STAGES)
-        q_tile.index(ME).reshape([64, BLOCK_D]).store(dk.to(q_tile.dtype))
-        dout_tile.index(ME).reshape([64, BLOCK_DV]).store(dv.to(q_tile.dtype))
+        dout_tile.index(ME).reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
+        fence_async_shared()
+        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], dout_tile.index(ME))
+        q_tile.index(ME).reshape([64, BLOCK_D]).store((dk * (scale * 2.0**-BIAS)).to(q_tile.dtype))
         fence_async_shared()
         tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], q_tile.index(ME))
-        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], dout_tile.index(ME))
         tma.store_wait(0)
     else:
-        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, COLUMN, D, WIDTH, K_LAYOUT, ADD)
-        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, COLUMN_V, DV, WIDTH_V, V_LAYOUT, ADD)
+        write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, COLUMN, D, WIDTH, K_LAYOUT, ADD)
+        write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, COLUMN_V, DV, WIDTH_V, V_LAYOUT, ADD)
 
 
 @gluon.jit
@@ -300,54 +299,6 @@ def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
     """(keys, queries) of k or v with a tile of q or dout, less what each query's lse or delta is."""
     acc = warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(minus, stats.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
-def collect(
-    dq_to, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
-    kv_full, full_at, free_at, ds_full, ds_free = flags
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
-    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
-    mbarrier.wait(kv_full.index(0), 0)
-    for i in range(GROUP * (end - begin)):
-        place = wait_full(full_at, i, STAGES)
-        h, row = number(where, 4 * place), number(where, 4 * place + 1)
-        arrive_each(free_at.index(place))
-        place = wait_full(ds_full, i, DS_STAGES)
-        ds = ds_tile.index(place).permute((1, 0))
-        for part in gl.static_range(BLOCK_D // 64):
-            dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            if part == BLOCK_D // 64 - 1:
-                arrive_each(ds_free.index(place))
-            halves = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
-            for half in gl.static_range(2):
-                out = dq_tile.index(((i * (BLOCK_D // 64) + part) * 2 + half) % DQ_STAGES)
-                tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
-                store_apart(halves[half], out)
-                fence_async_shared()
-                tma_add(dq_to, [b, h, row, part * 64 + half * 32], out)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def store_apart(dq, out):
-    """dq into the tile that the TMA adds from, without conflicts of banks.
-
-    A thread has two columns that lie side by side in every eight. In the TMA's order half a warp, four rows of eight columns,
-    would meet in half the banks. So odd rows take their columns in another order: sixteen further, or back.
-    """
-    APART: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]], alignment=1024
-    )
-    low, high = dq.reshape([64, 2, 16]).permute((0, 2, 1)).split()
-    odd = (gl.arange(0, 64, gl.SliceLayout(1, low.type.layout)) & 1 != 0)[:, None]
-    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 2, 1)).reshape([64, 32])
-    out.reshape([64, 32])._reinterpret(gl.float32, [64, 32], APART).store(turned)
 
 
 @gluon.jit
@@ -387,12 +338,13 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
     # through shared memory, where there is room, and what is written replaces what was there
     staged = accumulate is not True and block_n == 128 and all(x.element_size() == 2 and is_aligned(x) for x in (dk, dv))
+    staged &= STAGES_GRADIENTS
     arguments = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
-        dq=descriptor(dq, q_rows, 64, 32),
+        dq=descriptor(dq, q_rows, 64, tiles["DQ_WIDTH"]),
         lse=lse,
         delta=delta,
         dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,

@@ -164,8 +164,6 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
     q = torch.empty((1, 1, 1, shape.head_dim), dtype=torch.bfloat16, device="meta")
     group, at, fp32 = shape.heads // shape.kv_heads, Sizes.of(shape, size), 4 / size
     num_groups, hopper = shape.batch * shape.kv_heads, backend == "hopper"
-    if hopper and way == "backward" and shape.head_dim > max(hopper_tiles.BACKWARD):
-        hopper = False  # as attention does
 
     def streamed(rows: int, keys: int, width: int, each: float, least: float, of_group: float) -> Stream:
         """`width` rows of every pair of tiles, `each` bytes a row."""
@@ -189,12 +187,13 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
         kv = streamed(rows, keys, keys, kv_row, 2 * at.k, of_keys)
         return Work(products(2, rows, keys), (once(2 * at.q + at.stats), kv))
     if hopper:
-        rows, keys = WARPGROUP_ROWS, 2 * WARPGROUP_ROWS
+        rows, keys = WARPGROUP_ROWS, hopper_tiles.tiles_for("backward", q, q)["BLOCK_N"]
+        number = 5 if keys == 2 * WARPGROUP_ROWS else 7  # of 64 keys both consumers work out scores and their gradients
         of_group = shape.length * group * (2 * size + 4) * shape.head_dim
         queries = streamed(rows, keys, rows, q_row, 2 * at.q + 2 * at.stats, of_group)
         # an addition in memory reads and writes; before it dq is filled with zeros, after it read and rounded
         adds = streamed(rows, keys, rows, 2 * 4 * shape.head_dim, 2 * fp32 * at.q, of_group)
-        return Work(products(5, rows, keys), (delta, queries, adds, once(2 * fp32 * at.q + at.q), once(4 * at.k)))
+        return Work(products(number, rows, keys), (delta, queries, adds, once(2 * fp32 * at.q + at.q), once(4 * at.k)))
     rows, keys = _portable(triton_tiles.HOPPER, "dq", shape)
     kv = streamed(rows, keys, keys, kv_row, 2 * at.k, of_keys)
     flops = products(3, rows, keys)

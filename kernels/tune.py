@@ -47,6 +47,7 @@ CANDIDATES: dict[int, list[Tile]] = {
     256: [(a, b, w, s) for a, b, w in [(64, 32, 4), (64, 32, 8), (64, 64, 8), (128, 32, 8), (128, 64, 8)] for s in (1, 2, 3)],
 }
 TWO, THREE = dict(CONSUMERS=2, REGISTERS=240, maxnreg=168), dict(CONSUMERS=3, REGISTERS=160, maxnreg=128)
+WHOLE, HALF = dict(DQ_STAGES=2, DQ_WIDTH=64), dict(DQ_STAGES=4, DQ_WIDTH=32)
 HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
     "hopper-forward": {
         64: [
@@ -67,7 +68,12 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
     },
     "hopper-backward": {
         64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)],
-        128: [dict(STAGES=2, DS_STAGES=d, TIGHT=t) for d in (1, 2, 3) for t in (False, True)],
+        128: [
+            dict(STAGES=2, DS_STAGES=d, TIGHT=t, **w)
+            for d, w in ((1, WHOLE), (2, WHOLE), (2, HALF), (3, WHOLE))
+            for t in (False, True)
+        ],
+        256: [dict(DS_STAGES=d, **w) for d, w in ((1, HALF | dict(DQ_STAGES=2)), (1, WHOLE | dict(DQ_STAGES=1)))],
     },
 }
 

@@ -126,8 +126,10 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
     shapes: dict[str, Any] = {}
     best: tuple[float, float, float, str] | None = None
     width, windowed = head_dim(config.model), any(config.model.windows)
-    for path in sorted(RESULTS.glob("attention-*.json")):
-        result = json.loads(path.read_text())
+    results = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("attention-*.json"))]
+    taken = {result["device"]: "triton" for _, result in results}  # by `auto`; where Hopper's kernels ran, these
+    taken |= {result["device"]: "hopper" for _, result in results if any(row["kernel"] == "hopper" for row in result["rows"])}
+    for path, result in results:
         shapes = {shape["name"]: shape for shape in result["shapes"]}
         for row in result["rows"]:
             if not row["ours"] or row["status"] != "ok" or "backward_tflops" not in row:
@@ -139,7 +141,7 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
                 continue
             far = abs(math.log2(shape["head_dim"] / width)) + abs(math.log2(shape["length"] / 32768)) / 4
             far += 2 * (bool(shape["window"]) != windowed) + bool(shape["documents"]) + 8 * (not same)
-            far -= row["forward_tflops"] / 1e4  # of two kernels the faster
+            far += 4 * (row["kernel"] != taken[result["device"]])
             factor = 1.0 if same else target.peak / known.peak  # type: ignore[union-attr]
             source = f"{row['shape']} in {path.name}" + ("" if same else f", scaled from {result['device']} by the peaks")
             if best is None or far < best[0]:

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.hopper_common import descriptor, fetchable
+from kernels.hopper_dq import apart
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -41,3 +42,25 @@ def test_what_the_tma_cannot_read_is_copied() -> None:
         read = fetchable(view)
         assert (read is not view) == copied and torch.equal(read, view)
         assert read.stride(3) == 1 and 0 not in read.stride() and read.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_dq_tiles_are_written_without_conflicts_of_banks(width: int) -> None:
+    """The TMA's order (128 bytes swizzled), but for the columns of odd rows; and half a warp's stores meet in no bank."""
+    bits = apart(width).offset_bases
+    place = {}
+    for address in range(64 * width):
+        row = column = 0
+        for bit, (row_bit, column_bit) in enumerate(bits):
+            if address >> bit & 1:
+                row, column = row ^ row_bit, column ^ column_bit
+        place[row, column] = address
+    assert len(place) == 64 * width
+    for (row, column), address in place.items():
+        stands = column ^ 16 * (row % 2)
+        chunk = stands % 32 // 4 ^ row % 8  # of four columns, 16 bytes
+        assert address == stands // 32 * 64 * 32 + row * 32 + chunk * 4 + stands % 4
+    for first_row in range(0, 64, 4):  # of four rows, and two columns of a thread, four threads side by side
+        for first in range(0, width, 8):
+            banks = {place[first_row + r, first + c] % 32 for r in range(4) for c in range(8)}
+            assert len(banks) == 32

@@ -1,0 +1,69 @@
+"""The party of Hopper's backward that collects dS and adds dq = dS k up in memory (see hopper_backward.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .compat import tma_add, with_layout
+from .hopper_common import arrive_each, number, wait_full
+
+
+@gluon.jit
+def collect(
+    dq_to, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    kv_full, full_at, free_at, ds_full, ds_free = flags
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
+    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
+    mbarrier.wait(kv_full.index(0), 0)
+    for i in range(GROUP * (end - begin)):
+        place = wait_full(full_at, i, STAGES)
+        h, row = number(where, 4 * place), number(where, 4 * place + 1)
+        arrive_each(free_at.index(place))
+        place = wait_full(ds_full, i, DS_STAGES)
+        ds = ds_tile.index(place).permute((1, 0))
+        for part in gl.static_range(BLOCK_D // 64):
+            dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            if part == BLOCK_D // 64 - 1:
+                arrive_each(ds_free.index(place))
+            pieces = (dq * scale,)
+            if DQ_WIDTH == 32:
+                pieces = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
+            for piece in gl.static_range(64 // DQ_WIDTH):
+                out = dq_tile.index((i * (BLOCK_D // DQ_WIDTH) + part * (64 // DQ_WIDTH) + piece) % DQ_STAGES)
+                tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
+                store_apart(pieces[piece], out, DQ_WIDTH)
+                fence_async_shared()
+                tma_add(dq_to, [b, h, row, part * 64 + piece * DQ_WIDTH], out)
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def apart(width):
+    """Where the TMA reads which (row, column), as bits of the address, but in odd rows for columns 16 further, or back."""
+    row_bits = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    bits = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *row_bits, [0, 32]]
+    return gl.SharedLinearLayout(bits[: 11 + width // 64], alignment=1024)
+
+
+@gluon.jit
+def store_apart(piece, out, WIDTH: gl.constexpr):
+    """A piece of dq into the tile that the TMA adds from, without conflicts of banks.
+
+    A thread has two columns that lie side by side in every eight. In the TMA's order half a warp, four rows of eight columns,
+    would meet in half the banks. So odd rows write their columns in another order.
+    """
+    low, high = piece.reshape([64, WIDTH // 32, 2, 16]).permute((0, 1, 3, 2)).split()
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))) & 1 != 0)[:, None, None]
+    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2)).reshape([64, WIDTH])
+    with_layout(out.reshape([64, WIDTH]), apart(WIDTH)).store(turned)
