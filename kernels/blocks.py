@@ -88,7 +88,7 @@ def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
         return "multiplies bf16 and fp16 only"
     if dropout:
         return "has no registers left for dropout"
-    return f"takes scales above 0, not {scale}" if scale <= 0 else None
+    return f"takes scales from 1e-30 on, not {scale}" if scale < 1e-30 else None
 
 
 def _hopper_backward_obstacle(deterministic: bool) -> str | None:

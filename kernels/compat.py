@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # With Triton 3.9's assembler a store of dk or dv to shared memory puts the products in the loop before it one after another.
-STAGES_GRADIENTS = VERSION < (3, 9)
+GRADIENTS_LEAVE_BY_TMA = VERSION < (3, 9)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 

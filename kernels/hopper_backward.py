@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block import Block, Gradients
-from .compat import STAGES_GRADIENTS, tma_load, tma_store
+from .compat import GRADIENTS_LEAVE_BY_TMA, tma_load, tma_store
 from .hopper_common import (
     arrive_each,
     barriers,
@@ -84,9 +84,10 @@ def attention_backward(
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full, _kv_free = barriers(1, 1, 1)
-    full_at, free_at = barriers(STAGES, 2, 3 * 128)  # written by the TMA and by the one who fetches the statistics
+    kv_full, _kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
+    full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
@@ -108,7 +109,9 @@ def attention_backward(
     options = (mask, q_at, k_at, scale, softcap)
     statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, where, row_count(q_at), scale, softcap)
     # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
-    # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded.
+    # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded. (A weight of
+    # 4 would be too large for it: lse has to be that of all keys, as it is in a backward.) With fp16 inputs, whose dS would
+    # overflow, they are large only while they wait.
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
     gl.warp_specialize([
         (consume, (
@@ -160,7 +163,8 @@ def produce(
             delta + b.to(gl.int64) * delta_strides[0] + h.to(gl.int64) * delta_strides[1] + at.to(gl.int64) * delta_strides[2],
             mask=at < n, other=0.0,
         )  # fmt: skip
-        nothing = lse_row == float("-inf")  # such a row weighs nothing, whatever its delta holds
+        # such a row weighs nothing, whatever its delta holds: it saw no key, or a sink that outweighs all
+        nothing = (lse_row == float("-inf")) | (lse_row == float("inf"))
         place = wait_free(free_at, i, STAGES)
         mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
         tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
@@ -169,7 +173,7 @@ def produce(
         if softcap is not None:
             lse_tile.index(place).store(gl.where(nothing, float("inf"), lse_row))
             lse_row = gl.zeros_like(delta_row)
-        lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))
+        lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))  # finite: thirds of an infinity are NaN
         delta_row = gl.where(nothing, 0.0, delta_row)
         stats.index(2 * place).store(thirds(lse_row, column))
         stats.index(2 * place + 1).store(thirds(delta_row, column))
@@ -227,7 +231,7 @@ def consume(
     hi = gl.where(key_ok, hi, -EVERYWHERE)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    s = zero
+    s = zero  # if TIGHT, only so that the loop has one
     if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
         s = product(k_mine, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
@@ -255,11 +259,15 @@ def consume(
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
         if TIGHT:
+            if BIAS == 0:
+                p *= 2.0**14
             p = p.to(gl.float16)
             dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = p.to(gl.float32) * dp
+        if TIGHT and BIAS == 0:
+            ds *= 2.0**-14
         if softcap is not None:
             ds *= 1 - s * s
         ds = ds.to(q_tile.dtype)
@@ -337,8 +345,8 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
     # through shared memory, where there is room, and what is written replaces what was there
-    staged = accumulate is not True and block_n == 128 and all(x.element_size() == 2 and is_aligned(x) for x in (dk, dv))
-    staged &= STAGES_GRADIENTS
+    staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
+    staged &= GRADIENTS_LEAVE_BY_TMA
     arguments = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),

@@ -37,7 +37,8 @@ def arrive_each(barrier):
     """As `mbarrier.arrive`, but each thread for itself, so a warpgroup counts 128.
 
     There one thread does it for all, and Triton 3.6 and 3.7 stop the warpgroup before and after. (This is the arrival that
-    follows a thread's asynchronous copies. There are none here, so nothing is waited for.)
+    follows a thread's asynchronous copies. There are none here, so nothing is waited for.) It orders nothing by itself: before
+    it stand a fence, a product's wait, or loads that end in the order in which they began.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 

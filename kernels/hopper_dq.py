@@ -20,6 +20,7 @@ def collect(
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once."""
     kv_full, full_at, free_at, ds_full, ds_free = flags
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
@@ -29,13 +30,13 @@ def collect(
         place = wait_full(full_at, i, STAGES)
         h, row = number(where, 4 * place), number(where, 4 * place + 1)
         arrive_each(free_at.index(place))
-        place = wait_full(ds_full, i, DS_STAGES)
-        ds = ds_tile.index(place).permute((1, 0))
+        ds_place = wait_full(ds_full, i, DS_STAGES)
+        ds = ds_tile.index(ds_place).permute((1, 0))
         for part in gl.static_range(BLOCK_D // 64):
             dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == BLOCK_D // 64 - 1:
-                arrive_each(ds_free.index(place))
+                arrive_each(ds_free.index(ds_place))
             pieces = (dq * scale,)
             if DQ_WIDTH == 32:
                 pieces = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()

@@ -55,6 +55,8 @@ CASES = [
     Case("width-80", width=80, rows=40),
     Case("width-192-128", width=192, v_width=128, rows=40, causal=True),
     Case("width-256", width=256, rows=35, causal=True),
+    Case("width-256-64", width=256, v_width=64, rows=40, causal=True),
+    Case("width-64-256", width=64, v_width=256, rows=40, causal=True),
     Case("wider-values", width=16, v_width=64),
     Case("scale", scale=0.5, causal=True),
     Case("scale-negative", scale=-0.2, causal=True),
