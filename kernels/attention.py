@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .block import Carry
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
-from .checks import check_mask, check_options, check_qkv, check_sinks
+from .checks import check_mask, check_options, check_qkv, check_sinks, check_tangents
 from .mask import Bounds, Mask
 from .reference import accumulation_dtype
 
@@ -52,6 +52,7 @@ def attention(
     check_options(q, scale, softcap, dropout, seed, deterministic, may_draw=True)
     if sinks is not None:
         check_sinks(q, sinks)
+    check_tangents(q=q, k=k, v=v, sinks=sinks)
     if dropout and seed is None:
         seed = torch.randint(2**63 - 1, (), device=q.device)
     if isinstance(seed, int):

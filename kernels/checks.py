@@ -4,9 +4,11 @@ every ValueError names the argument, what was given and what would work.
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from .block import Carry, Gradients
 from .mask import Mask
@@ -41,6 +43,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         width = x.shape[3]
         if not 16 <= width <= 256 or width % 8:
             raise ValueError(f"{name} have head dim {width}: 16 to 256 in steps of 8 work; pad with zeros and keep scale")
+
+
+def check_tangents(**inputs: Any) -> None:
+    """A custom op lets no tangent through, and says nothing about it: what comes out would have none, which reads as 0."""
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:  # outside forward mode there is nothing to unpack
+            raise ValueError(
+                f"{name} has a tangent, but there is no forward-mode derivative here (torch.func.jvp, forward_ad): "
+                "differentiate in reverse mode, with backward() or torch.autograd.grad"
+            )
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:

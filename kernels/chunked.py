@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .block import Block, Carry, Gradients
 from .reference import INF, Tile
-from .segments import num_rows, positions
+from .segments import cut, num_rows, positions
 
 Q_CHUNK, K_CHUNK = 256, 512  # rows per chunk: a tile of scores that stays near the cores; a GPU wants them larger
 GPU_FACTOR = 4
@@ -21,12 +21,11 @@ GPU_FACTOR = 4
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
     q, k, v = block.q, block.k, block.v
     carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
-    q_positions, k_positions = positions(block.q_at, q.device), positions(block.k_at, q.device)
     for rows, key_chunks in _walk(block):
         acc = lse.new_zeros((len(q), rows.stop - rows.start, *out.shape[2:])) if carry_out is None else carry_out[:, rows]
         stats = carry_lse[:, :, rows]
         for keys in key_chunks:
-            tile = Tile(block, q_positions[rows], k_positions[keys])
+            tile = _tile(block, rows, keys)
             acc, stats = tile.forward(q[:, rows], k[:, keys], v[:, keys], acc, stats)
         out[:, rows], lse[:, :, rows] = acc, stats
     n = num_rows(block.q_at)
@@ -38,16 +37,19 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
     dout, lse, delta, *grads = gradients
     # Many tiles add to one row of dk, so the sums must run in the accumulation dtype even if the result is bf16.
     totals = [g.to(lse.dtype) if accumulate else torch.zeros_like(g, dtype=lse.dtype) for g in grads]
-    q_positions, k_positions = positions(block.q_at, q.device), positions(block.k_at, q.device)
     for rows, key_chunks in _walk(block):
         for keys in key_chunks:
-            tile = Tile(block, q_positions[rows], k_positions[keys])
+            tile = _tile(block, rows, keys)
             parts = tile.backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows])
             for total, part, at in zip(totals, parts, (rows, keys, keys), strict=True):
                 total[:, at] += part
     for given, total in zip(grads, totals, strict=True):
         if total is not given:
             given.copy_(total)
+
+
+def _tile(block: Block, rows: slice, keys: slice) -> Tile:
+    return Tile(block, cut(block.q_at, rows.start, rows.stop), cut(block.k_at, keys.start, keys.stop))
 
 
 def _walk(block: Block) -> Iterator[tuple[slice, list[slice]]]:

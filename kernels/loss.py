@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_tangents
+
 # Logits per chunk. 2^27 are 512 MiB in fp32: 1024 tokens at V = 128k, so that adding to the fp32 dweight once a chunk stays
 # cheap beside the products. CPU caches want less. Fewer than 128 tokens would starve the products, whatever V is.
 CUDA_CHUNK, CPU_CHUNK, MIN_TOKENS = 2**27, 2**22, 128
@@ -60,6 +62,7 @@ def linear_cross_entropy(
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, softcap: float) -> None:
     if hidden.dtype not in DTYPES or hidden.ndim < 1:
         raise ValueError(f"hidden: {hidden.ndim}-D {hidden.dtype}; it must be (…, D), float64, float32, bfloat16 or float16")
+    check_tangents(hidden=hidden, weight=weight)
     if weight.dtype != hidden.dtype:
         raise ValueError(f"weight: dtype {weight.dtype}, but hidden is {hidden.dtype}; cast one, or use torch.autocast")
     if labels.dtype not in (torch.int64, torch.int32):

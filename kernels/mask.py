@@ -54,9 +54,10 @@ class Mask:
                 "a prefix widens a causal mask; without causal every key is seen anyway"
             )
         self.window = window
-        self.documents = None if documents is None else _documents(documents)
-        self.prefix = None if prefix is None else _prefix(prefix)
-        starts, ends = (None, None) if self.documents is None else _runs(self.documents)
+        with torch.inference_mode(False):  # a tensor of inference mode could never be saved for a backward
+            self.documents = None if documents is None else _documents(documents)
+            self.prefix = None if prefix is None else _prefix(prefix)
+            starts, ends = (None, None) if self.documents is None else _runs(self.documents)
         padded = self.documents is not None and _may_be_negative(self.documents)
         self._bounds = Bounds(left, right, padded, starts, ends, self.prefix)
         self._elsewhere: dict[torch.device, Bounds] = {}
@@ -83,7 +84,8 @@ class Mask:
         if all(t.device == device for t in tensors):
             return self._bounds
         if device not in self._elsewhere:
-            self._elsewhere[device] = Bounds(*self._bounds[:3], *(_send(t, device) for t in self._bounds[3:]))
+            with torch.inference_mode(False):
+                self._elsewhere[device] = Bounds(*self._bounds[:3], *(_send(t, device) for t in self._bounds[3:]))
         return self._elsewhere[device]
 
     @classmethod

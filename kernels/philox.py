@@ -5,10 +5,14 @@ Philox(key = the seed's low and high 32 bits, counter = (j // 4, p, h, b)) is >=
 depend on tiles, backend, the order of blocks, ranks, or recomputation. Positions and heads are global.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .segments import Segment, positions
 
 WORD = 0xFFFFFFFF
 
@@ -29,16 +33,35 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, rate: float, batch: int, heads: range, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+def keep_mask(seed: Tensor, rate: float, batch: int, heads: range, q_positions: Tensor, k_at: Sequence[Segment]) -> Tensor:
     """bool (batch, heads, n, m): which weights dropout keeps. seed is int64, () or (batch,)."""
     device = q_positions.device
-    quads, where = torch.unique(k_positions // 4, return_inverse=True)  # four neighbours share one Philox call
+    quads, where = _quads(k_at, device)
     axis = lambda values, dim: values.view([-1 if d == dim else 1 for d in range(4)])  # noqa: E731
     seed = axis(seed.reshape(-1), 0)
     b = torch.arange(batch, device=device) if seed.shape[0] == 1 else torch.zeros(1, dtype=torch.int64, device=device)
     h = torch.arange(heads.start, heads.stop, device=device)
     words = torch.stack(philox((axis(quads, 3), axis(q_positions, 2), axis(h, 1), axis(b, 0)), (seed, seed >> 32)), -1)
-    return words.flatten(-2).expand(batch, -1, -1, -1)[..., where * 4 + k_positions % 4] >= threshold(rate)
+    return words.flatten(-2).expand(batch, -1, -1, -1)[..., where] >= threshold(rate)
+
+
+def _quads(k_at: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    """j // 4 of the Philox calls that serve these keys, and for each key the number of its word among those of all calls.
+
+    Neighbours share one, as far as the segments tell: positions on a GPU would have to be waited for.
+    """
+    quads, where, num_quads = [], [], 0
+    for start, step, count in k_at:
+        first, last = start // 4, (start + (count - 1) * step) // 4
+        keys = positions([(start, step, count)], device)
+        if step < 4:
+            quads.append(torch.arange(first, last + 1, device=device))
+            where.append(keys + 4 * (num_quads - first))
+        else:
+            quads.append(keys // 4)
+            where.append(4 * torch.arange(num_quads, num_quads + count, device=device) + keys % 4)
+        num_quads += len(quads[-1])
+    return torch.cat(quads), torch.cat(where)
 
 
 @triton.jit

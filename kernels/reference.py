@@ -12,12 +12,14 @@ The backward never needs the other blocks: p = exp(s - lse) with the final lse, 
 ds = p (dp - δ). All products are in fp32, fp64 for fp64 inputs. Memory is O(S · Sk): use `chunked` for anything long.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .block import Block, Carry, Gradients
 from .philox import keep_mask
-from .segments import num_rows, positions
+from .segments import Segment, num_rows, positions
 
 INF = float("inf")
 
@@ -27,7 +29,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
-    tile = Tile(block, positions(block.q_at, block.q.device), positions(block.k_at, block.q.device))
+    tile = Tile(block, block.q_at, block.k_at)
     n, m = num_rows(block.q_at), num_rows(block.k_at)
     carry_out, carry_lse = carry or (None, lse.new_full((1, 1, 1), -INF).expand_as(lse))
     carry_out = None if carry_out is None else carry_out[:, :n]
@@ -37,7 +39,7 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 
 
 def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
-    tile = Tile(block, positions(block.q_at, block.q.device), positions(block.k_at, block.q.device))
+    tile = Tile(block, block.q_at, block.k_at)
     n, m = num_rows(block.q_at), num_rows(block.k_at)
     dout, lse, delta, *totals = gradients
     parts = tile.backward(dout[:, :n], block.q[:, :n], block.k[:, :m], block.v[:, :m], lse[:, :, :n], delta[:, :, :n])
@@ -50,10 +52,11 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
 class Tile:
     """The two formulas for one tile of queries and keys. Shapes: i queries, j keys, k key heads, g query heads of each."""
 
-    def __init__(self, block: Block, q_positions: Tensor, k_positions: Tensor) -> None:
-        """The block's rules at these positions; its tensors are left to the caller, who may cut them."""
-        self.visible = block.mask.visible(q_positions, k_positions)[:, None, None]  # (B or 1, 1, 1, i, j)
-        self.q_positions, self.k_positions, self.head_start = q_positions, k_positions, block.head_start
+    def __init__(self, block: Block, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> None:
+        """The block's rules for rows that stand here; its tensors are left to the caller, who may cut them."""
+        self.q_positions, self.k_at, self.head_start = positions(q_at, block.q.device), k_at, block.head_start
+        visible = block.mask.visible(self.q_positions, positions(k_at, block.q.device))
+        self.visible = visible[:, None, None]  # (B or 1, 1, 1, i, j)
         self.scale, self.softcap, self.dropout, self.seed = block.scale, block.softcap, block.dropout, block.seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, carry_out: Tensor | None, carry_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,7 @@ class Tile:
         if not self.dropout or p.numel() == 0:
             return p
         heads = range(self.head_start, self.head_start + p.shape[1] * p.shape[2])
-        keep = keep_mask(self.seed, self.dropout, p.shape[0], heads, self.q_positions, self.k_positions)
+        keep = keep_mask(self.seed, self.dropout, p.shape[0], heads, self.q_positions, self.k_at)
         return torch.where(keep.unflatten(1, p.shape[1:3]), p, 0) / (1 - self.dropout)
 
     def _seen(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -51,6 +51,17 @@ def num_rows(segments: Sequence[Segment]) -> int:
     return sum(count for _, _, count in segments)
 
 
+def cut(segments: Sequence[Segment], first: int, end: int) -> list[Segment]:
+    """The segments of the rows first … end - 1."""
+    pieces = []
+    for start, step, count in segments:
+        a, b = max(first, 0), min(end, count)
+        if a < b:
+            pieces.append((start + a * step, step, b - a))
+        first, end = first - count, end - count
+    return pieces
+
+
 def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Tensor:
     """(num_rows,) int64: the global position of each row."""
     parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]

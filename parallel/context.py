@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import Mask, attention
 from kernels.attention import cast_for_autocast
-from kernels.checks import check_qkv, check_sinks
+from kernels.checks import check_qkv, check_sinks, check_tangents
 
 from .agree import refuse
 from .layout import Layout
@@ -64,6 +64,7 @@ def context_attention(
     if ulysses == 1:
         return ring_attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
 
+    check_tangents(q=q, k=k, v=v, sinks=sinks)  # the exchange would lose them
     q, k, v = cast_for_autocast(q, k, v)
     assert mesh.ulysses_group is not None and mesh.context_group is not None
     try:

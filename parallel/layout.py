@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import Mask, Segment
-from kernels.segments import num_rows, positions
+from kernels.segments import cut, num_rows, positions
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -143,17 +143,6 @@ class Layout:
         if x.shape[dim] != size:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: dim {dim} must be {size} long, as the layout says")
         return dim
-
-
-def cut(segments: list[Segment], first: int, end: int) -> list[Segment]:
-    """The segments of the rows first … end - 1."""
-    pieces = []
-    for start, step, count in segments:
-        a, b = max(first, 0), min(end, count)
-        if a < b:
-            pieces.append((start + a * step, step, b - a))
-        first, end = first - count, end - count
-    return pieces
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from kernels import Mask
 from kernels.attention import cast_for_autocast, sink_carry, sink_gradient
 from kernels.blocks import choose_backend
-from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks
+from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from kernels.mask import Bounds
 from kernels.reference import accumulation_dtype
 
@@ -63,6 +63,7 @@ def ring_attention(
     among = group if among is None else among
     everyone = among.group_name if among is not None and among.size() > 1 else ""
     mask = Mask() if mask is None else mask
+    check_tangents(q=q, k=k, v=v, sinks=sinks)  # not told to the others, who have them too: under jvp nothing can be sent
     try:
         q, k, v = cast_for_autocast(q, k, v)
         if type(head_start) is not int or head_start < 0:

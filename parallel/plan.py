@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels import Mask, Segment
-from kernels.segments import num_rows
+from kernels.segments import cut, num_rows
 
-from .layout import Layout, cut
+from .layout import Layout
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 from kernels import Mask, block_backward, block_forward, output_delta
 from kernels.block import Carry
 from kernels.reference import accumulation_dtype
+from kernels.segments import cut
 
 from .beside import Beside
-from .layout import cut
 from .mover import Mover
 from .packed import unpack
 from .plan import Step

@@ -1,8 +1,9 @@
-"""What the time of a profiled step went to, from torch.profiler's trace (`debug.profile=[6]`). Imports no torch.
+"""What the time of a profiled step went to, from torch.profiler's trace (`debug.profile=[6]`).
 
 Every instant of the step belongs to one kind: to attention or matrix products if they run, else to what else computes, else
 to communication, which then is not hidden behind anything, else nothing runs. So the kinds add up to the step. A kernel is
-of the kind of the operator that launched it, whatever its name; only what moves data between GPUs is known by its name.
+of the kind of the operator that launched it, whatever its name; only what moves data between GPUs is known by its name, to
+`parallel.trace`.
 """
 
 import json
@@ -12,9 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ATTENTION = ("ringspan::attention_", "ringspan::ring_")
+from parallel.trace import between_ranks
+
+ATTENTION, RING = "ringspan::attention_", "ringspan::ring_"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation", "mkldnn::_linear_pointwise")
-MOVES = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p", "barrier_kernel")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = ("attention", "products", "other", "communication")
 Interval = tuple[float, float, str]
@@ -33,10 +35,10 @@ def breakdown(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: this trace has no operators: run the step again")
     if device:
         launched = _launchers(events, ops)
-        named = [(event, _moves(event["name"]) or launched(event)) for event in device]
+        named = [(event, _kind(event["name"], launched(event))) for event in device]
         order = KINDS
     else:  # on a CPU operators stand inside each other, and what is called by any may be communication
-        named = [(event, _moves(event["name"]) or _kind(event["name"])) for event in ops]
+        named = [(event, _kind(event["name"], _operator(event["name"]))) for event in ops]
         order = ("attention", "products", "communication", "other")
     intervals = [_interval(event, kind) for event, kind in named]
     begin = min(event["ts"] for event in [*ops, *device])
@@ -62,11 +64,11 @@ def split(intervals: list[Interval], order: Iterable[str], begin: float) -> dict
 
 
 def _launchers(events: list[Any], ops: list[Any]) -> Any:
-    """From a kernel to the kind of the operator inside which it was launched."""
+    """From a kernel to the operator inside which it was launched."""
     spans: dict[tuple[Any, str], list[tuple[float, float]]] = defaultdict(list)
     for event in ops:
-        if (kind := _kind(event["name"])) != "other":
-            spans[event["tid"], kind].append((event["ts"], event["ts"] + event["dur"]))
+        if (operator := _operator(event["name"])) != "other":
+            spans[event["tid"], operator].append((event["ts"], event["ts"] + event["dur"]))
     for its in spans.values():
         its.sort()
     calls = {}
@@ -74,24 +76,28 @@ def _launchers(events: list[Any], ops: list[Any]) -> Any:
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
             calls[event["args"]["correlation"]] = event["tid"], event["ts"]
 
-    def kind_of(kernel: Any) -> str:
+    def operator_of(kernel: Any) -> str:
         thread, at = calls.get(kernel.get("args", {}).get("correlation"), (None, 0.0))
-        for kind in ("attention", "products"):
-            its = spans.get((thread, kind), [])
+        for operator in ("ring", "attention", "products"):
+            its = spans.get((thread, operator), [])
             index = bisect_right(its, (at, float("inf"))) - 1
             if index >= 0 and at <= its[index][1]:
-                return kind
+                return operator
         return "other"
 
-    return kind_of
+    return operator_of
 
 
-def _kind(name: str) -> str:
-    return "attention" if name.startswith(ATTENTION) else "products" if name in PRODUCTS else "other"
+def _operator(name: str) -> str:
+    if name.startswith((RING, ATTENTION)):
+        return "ring" if name.startswith(RING) else "attention"
+    return "products" if name in PRODUCTS else "other"
 
 
-def _moves(name: str) -> str:
-    return "communication" if any(word in name.lower() for word in MOVES) else ""
+def _kind(name: str, operator: str) -> str:
+    if between_ranks(name, in_ring=operator == "ring"):
+        return "communication"
+    return "attention" if operator == "ring" else operator
 
 
 def _interval(event: Any, kind: str) -> Interval:

@@ -12,6 +12,7 @@ before the first layer goes backward. The peak is the largest moment. P paramete
 This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from .config import Config
@@ -22,6 +23,7 @@ GIB = 2**30
 RESERVE = 0.08
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
+PART_BYTES = 2**28  # parallel.transport
 
 
 @dataclass
@@ -100,8 +102,8 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
     backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        blocks = 3 * b * n * 2 * kv  # shown to others, used, and coming in
-        backward_attention += blocks + 2 * 4 * n * 2 * kv  # dk and dv: mine, and two parts on their way
+        kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
+        backward_attention += on_their_way(config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b)
     if ulysses > 1:
         backward_attention += b * n * (2 * heads + 2 * kv)
     weight_gradients = b * layer if engine.zero else 0
@@ -127,6 +129,19 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     }.items():
         found.moments[moment] = list(dict.fromkeys([*base, *there]))
     return found
+
+
+def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: int) -> float:
+    """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
+
+    `rows` counts those of all sequences of the batch. Messages go straight out of one sequence's K/V; several are copied first.
+    """
+    numbers = rows * heads * width
+    blocks = min(2, ring - 1) + (batch > 1)  # in use and coming in, and what is shown to others
+    most = 4 if 4 * numbers > PART_BYTES else 1
+    parts = max(n for n in (1, 2, 4) if heads % n == 0 and n <= most)
+    sums = min(5, 2 * parts * (ring - 1))  # of dK/dV in fp32: three parts that go out and two that come in
+    return blocks * b * numbers + sums * 4 * numbers / parts
 
 
 def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
@@ -193,6 +194,25 @@ def test_no_second_derivative(device: str) -> None:
     (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises((RuntimeError, ValueError)):
         torch.autograd.grad(dq.sum(), q)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_forward_mode_is_refused(name: str, backend: str, device: str) -> None:
+    """No backend has it, and zeros would be worse than an error."""
+    given = dict(zip("qkv", qkv(device, grad=False), strict=True), sinks=torch.randn(4, device=device))
+
+    def run(x: Tensor) -> Tensor:
+        return attention(**given | {name: x}, backend=backend)
+
+    x = given[name]
+    with pytest.raises(ValueError, match=f"^{name} has a tangent.*reverse mode"):
+        torch.func.jvp(run, (x,), (x,))
+    with forward_ad.dual_level():
+        for grad in (False, True):
+            with pytest.raises(ValueError, match=f"^{name} has a tangent"):
+                run(forward_ad.make_dual(x.detach().requires_grad_(grad), x))
+        run(x)  # an input without one is like any other
 
 
 def test_an_expanded_batch(device: str) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from kernels import attention
 from kernels.philox import keep_mask
+from kernels.segments import whole
 
 from ..conftest import HAS_GPU
 from .cases import CASES
@@ -34,7 +35,7 @@ def check_case(case: Case, backend: str, dtype: torch.dtype, device: str) -> Non
     if case.dropout:
         seed, keys = torch.tensor(case.seed, device=device), given["k"].shape[1]
         p = torch.arange(case.rows, device=device) + keys - case.rows
-        keep = keep_mask(seed, case.dropout, case.batch, range(case.heads[0]), p, torch.arange(keys, device=device))
+        keep = keep_mask(seed, case.dropout, case.batch, range(case.heads[0]), p, whole(keys))
     truth = dense(case, given, torch.float64, keep)
     low = dense(case, given, dtype, keep)
     assert_close(got, truth, low, dtype)

@@ -247,6 +247,21 @@ def test_head_start_shifts_dropout(device: str) -> None:
         torch.testing.assert_close(half, out[:, :, 2:], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_device_is_not_asked_for_values(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have none: what runs on them waits for nobody, on a GPU either."""
+    monkeypatch.setattr("kernels.chunked.Q_CHUNK", 8)
+    monkeypatch.setattr("kernels.chunked.K_CHUNK", 8)
+    q, k, v = (torch.randn(2, 24, heads, 16, device="meta") for heads in (4, 2, 2))
+    mask, at = Mask(causal=True, window=30, documents=torch.arange(90) // 40), [(0, 1, 12), (33, 2, 12)]
+    options = dict(dropout=0.2, seed=5, softcap=3.0, backend=backend)
+    out, lse = block_forward(q, k, v, mask, at, at, **options)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    delta = output_delta(out, out, backend=backend, mask=mask, q_at=at)
+    block_backward(out, q, k, v, lse, delta, mask, at, at, dq, dk, dv, **options)
+    assert out.is_meta and dk.is_meta
+
+
 def test_segments() -> None:
     assert check_segments("q_at", [(0, 1, 4), (4, 1, 3), (9, 1, 0), (9, 2, 2)], 9) == ((0, 1, 7), (9, 2, 2))
     assert positions([(3, 2, 3), (20, 1, 2)]).tolist() == [3, 5, 7, 20, 21]

@@ -244,6 +244,17 @@ def test_no_second_derivative():
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_forward_mode_is_refused(place):
+    *given, labels = inputs()
+
+    def run(x):
+        return linear_cross_entropy(*given[:place], x, *given[place + 1 :], labels)[0]
+
+    with pytest.raises(ValueError, match=r"^(hidden|weight) has a tangent.*reverse mode"):
+        torch.func.jvp(run, (given[place].detach(),), (given[place].detach(),))
+
+
 H, W, LABELS = torch.zeros(4, 8), torch.zeros(9, 8), torch.zeros(4, dtype=torch.int64)
 NAN = float("nan")
 

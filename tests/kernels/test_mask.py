@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import Mask
+from kernels import Mask, attention
 
 from .cases import CASES, packed
 from .dense import Case
@@ -86,3 +86,20 @@ def test_documents_need_no_order() -> None:
     same = Mask(documents=torch.tensor([7, 7, 3, 3, 7])).interval(torch.arange(5))
     expected = Mask(documents=torch.tensor(packed(2, 2, 1))).interval(torch.arange(5))
     assert all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
+
+
+def test_a_mask_of_inference_mode_can_be_trained_with(device: str) -> None:
+    """Made there, or sent to a device there: its tensors are saved for a backward later."""
+    ids = torch.arange(16) // 6
+    with torch.inference_mode():
+        masks = [
+            Mask(causal=True, documents=x) for x in (ids, ids.tolist(), ids.clone())
+        ]  # the clone is of inference mode itself
+        masks += [Mask.from_lengths([10, 6]), *(Mask(causal=True, prefix=x) for x in (3, torch.tensor([3])))]
+    sent = Mask(causal=True, documents=ids)
+    with torch.inference_mode():
+        assert not any(x.is_inference() for x in sent.bounds("meta")[3:] if x is not None)
+    for mask in masks:
+        q = torch.randn(1, 16, 2, 16, device=device, requires_grad=True)
+        attention(q, q, q, mask).sum().backward()
+        assert q.grad is not None

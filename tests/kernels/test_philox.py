@@ -5,6 +5,7 @@ import torch
 
 from kernels import Mask, attention
 from kernels.philox import keep_mask, philox
+from kernels.segments import Segment, positions, whole
 
 WORD = 0xFFFFFFFF
 
@@ -26,11 +27,14 @@ def test_known_answers(counter: list, key: list, words: list) -> None:
     assert [int(word) for word in got] == words
 
 
-def test_pattern_is_the_definition() -> None:
+@pytest.mark.parametrize(
+    "k_at", [[(3, 1, 2), (10, 1, 2), (40, 1, 1)], [(6, 1, 7)], [(21, 3, 5), (1, 5, 3), (2, 1, 3)]], ids=["runs", "one", "steps"]
+)
+def test_pattern_is_the_definition(k_at: list[Segment]) -> None:
     """keep iff word [j mod 4] of Philox(seed halves; j // 4, p, head, batch) ≥ round(rate · 2³²), for odd keys too."""
     seed, rate = 2**40 + 77, 0.3
-    p, j = torch.tensor([-2, 0, 9]), torch.tensor([3, 4, 10, 11, 40])
-    keep = keep_mask(torch.tensor(seed), rate, 2, range(3, 5), p, j)
+    p, j = torch.tensor([-2, 0, 9]), positions(k_at)
+    keep = keep_mask(torch.tensor(seed), rate, 2, range(3, 5), p, k_at)
     for b in range(2):
         for h in range(2):
             for i, position in enumerate(p.tolist()):
@@ -41,7 +45,7 @@ def test_pattern_is_the_definition() -> None:
 
 
 def test_rate_and_mean(device: str) -> None:
-    keep = keep_mask(torch.tensor(5), 0.2, 1, range(4), torch.arange(512), torch.arange(512))
+    keep = keep_mask(torch.tensor(5), 0.2, 1, range(4), torch.arange(512), whole(512))
     assert abs(keep.double().mean() - 0.8) < 4 * (0.2 * 0.8 / keep.numel()) ** 0.5
     # weights keep their mean: with values 1 the output is 1 on average
     q, k = torch.randn(1, 48, 4, 16, device=device), torch.randn(1, 48, 4, 16, device=device)
@@ -61,7 +65,7 @@ def dropped(seed: torch.Tensor | int, backend: str, rows: slice = slice(None), k
 
 
 def test_backends_and_tiles_agree(monkeypatch) -> None:
-    expected = keep_mask(torch.tensor(31), 0.5, 2, range(2), torch.arange(40) + 5, torch.arange(45))
+    expected = keep_mask(torch.tensor(31), 0.5, 2, range(2), torch.arange(40) + 5, whole(45))
     assert torch.equal(dropped(31, "reference"), expected)
     assert torch.equal(dropped(31, "triton"), expected)
     monkeypatch.setattr("kernels.chunked.Q_CHUNK", 7)
@@ -101,7 +105,7 @@ def test_backward_drops_the_same(device: str) -> None:
     """dv of a weight that was dropped is 0 (the sweep compares all gradients; this names the pattern)."""
     q, k = torch.zeros(1, 20, 1, 16, device=device), torch.zeros(1, 20, 1, 16, device=device)
     v = torch.randn(1, 20, 1, 16, device=device, requires_grad=True)
-    keep = keep_mask(torch.tensor(3), 0.5, 1, range(1), torch.arange(20), torch.arange(20))[0, 0]
+    keep = keep_mask(torch.tensor(3), 0.5, 1, range(1), torch.arange(20), whole(20))[0, 0]
     for backend in ("chunked", "triton"):
         out = attention(q, k, v, Mask(), dropout=0.5, seed=3, backend=backend)
         (dv,) = torch.autograd.grad(out[:, 7].sum(), v)

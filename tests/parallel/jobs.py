@@ -376,6 +376,13 @@ def refused(**changes: Any) -> None:
     attend_together(2, 2, None, **changes)
 
 
+def forward_mode(ring: int, ulysses: int) -> None:
+    here = mesh(ring, ulysses)
+    layout = here.layout("zigzag", 16)
+    q = torch.randn(1, layout.local_length, 4, 16)
+    torch.func.jvp(lambda k: context_attention(q, k, q, layout=layout, mesh=here), (q,), (q,))
+
+
 def attend_together(ring: int, ulysses: int, odd: int | None, **changes: Any) -> None:
     """Ring and Ulysses, where rank `odd`, or every rank, does something else."""
     here = mesh(ring, ulysses)

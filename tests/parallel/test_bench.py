@@ -8,6 +8,7 @@ import pytest
 
 from parallel import bench, peers
 from parallel.peers import Setting
+from parallel.trace import between_ranks
 
 from ..docs.test_tables import tables
 from . import jobs
@@ -101,6 +102,21 @@ def test_alone_costs_as_much_as_a_rank_s_share() -> None:
     window = Setting(8192, 16, 4, 128, window=1024)
     assert window.alone(4).flops() == pytest.approx(window.whole(4).flops() / 4, rel=0.07)
     assert window.name == "8k-h16-4-d128-window1024"
+
+
+@pytest.mark.parametrize(
+    "name, inside, outside",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "transfer", "transfer"),
+        ("Memcpy PtoP (Device -> Device)", "transfer", "transfer"),
+        ("Memcpy DtoD (Device -> Device)", "transfer", None),
+        ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "wait", "wait"),
+        ("Memcpy HtoD (Pinned -> Device)", None, None),
+        ("_backward_kernel", None, None),
+    ],
+)
+def test_names_of_what_is_between_ranks(name: str, inside: str | None, outside: str | None) -> None:
+    assert (between_ranks(name, in_ring=True), between_ranks(name, in_ring=False)) == (inside, outside)
 
 
 def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:

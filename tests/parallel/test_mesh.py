@@ -63,6 +63,13 @@ def test_ring_and_ulysses_name_a_remedy(changes: dict, remedy: str, pools) -> No
     assert all(error.startswith("ValueError") and remedy in error for error in failed.value.errors), failed.value
 
 
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (1, 2)])
+def test_forward_mode_is_refused(ring: int, ulysses: int, pools) -> None:
+    with pytest.raises(Failed) as failed:
+        pools(2)(functools.partial(jobs.forward_mode, ring, ulysses))
+    assert all(error.startswith("ValueError: k has a tangent") for error in failed.value.errors), failed.value
+
+
 def test_one_process_needs_no_job() -> None:
     mesh = Mesh(timeout=timedelta(seconds=5))
     assert (mesh.data_rank, mesh.context_rank, mesh.context_size, mesh.ring_group) == (0, 0, 1, None)

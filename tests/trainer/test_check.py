@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -9,8 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import Mask
+from parallel import Layout, transport
+from parallel.groups import Pair
+from parallel.messages import Messages
+from parallel.plan import make_plan
+from parallel.ring import ring_backward
 from tests.trainer import jobs
 from trainer import check, compose, loop
+from trainer import footprint as footprint_module
 from trainer.config import Config
 from trainer.cost import parameters
 from trainer.footprint import GIB, RESERVE, footprint, longest
@@ -156,13 +164,41 @@ def test_a_layers_backward_is_what_torch_allocates(activation: str, tmp_path: Pa
     mask = model.masks(None, hidden.device)[0]
     out = model.run_layer(model.layers[0], hidden * 1, rotation, mask, model.attention, None)
     dout = torch.randn_like(out)
+    found = highest(lambda: out.backward(dout), tmp_path)
+    assert footprint(config, 1, gpu=False).terms["a layer's backward"] == pytest.approx(found, rel=0.1)
+
+
+def highest(run: Callable[[], object], folder: Path) -> int:
+    """The most bytes that were there at a time, of those that came while it ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out.backward(dout)
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        run()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    highest = max(accumulate(change for _, change in changes))
-    assert footprint(config, 1, gpu=False).terms["a layer's backward"] == pytest.approx(highest, rel=0.1)
+    return max(accumulate(change for _, change in changes))
+
+
+@pytest.mark.parametrize("part_bytes", [2**10, footprint_module.PART_BYTES], ids=["parts", "whole"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_what_is_on_its_way_is_what_a_ring_allocates(
+    ring: int, batch: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The highest level that the profiler sees beside the gradients, where no kernel runs and no message has to come."""
+    assert footprint_module.PART_BYTES == transport.PART_BYTES
+    monkeypatch.setattr(footprint_module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(Messages, "_exchange", lambda *_: lambda: None)
+    monkeypatch.setattr("parallel.ring.block_backward", lambda *_, **__: None)
+    rows, heads, width = 256, 4, 32
+    plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
+    mover = Messages(Pair(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
+    q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
+    options = dict(mask=Mask(), mover=mover, head_start=0, backend="chunked")
+    found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
+    planned = 3 * q.nbytes + footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
+    end = 2 * k.nbytes if ring == 2 else 0  # a ring of two has the most when dk and dv are made, at its end
+    assert planned <= found <= 1.01 * (planned + end)
 
 
 @pytest.mark.slow
