@@ -174,8 +174,9 @@ def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
 
 
 def resolve(config: Config) -> Config:
-    """With what the tokenizer and the data decide filled in."""
-    return replace(config, model=tokenizer.resolved(config, tokenizer.load(config.tokenizer)))
+    """With what the tokenizer and the data decide filled in. A vocabulary that is given needs no tokenizer's file."""
+    letters = None if config.model.vocabulary else tokenizer.load(config.tokenizer)
+    return replace(config, model=tokenizer.resolved(config, letters))
 
 
 def remedies(config: Config, world: int, target: Machine) -> list[str]:
