@@ -205,6 +205,8 @@ def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             raise ConfigError(
                 "--multirun starts one run after the other, so it belongs to the launcher: python -m launch --multirun …"
             )
+        elif text.startswith("-") and (bare := name.lstrip("-")) in option_names():
+            raise ConfigError(f"{text}: there is no such flag; options are written without dashes: {bare}={value or '…'}")
         elif text.startswith("-"):
             raise ConfigError(f"{text}: there is no such flag{_nearest(name, FLAGS)}; options are written key=value")
         else:

@@ -236,7 +236,7 @@ class Hardware:
 
 @dataclass
 class Config:
-    """A whole run. The defaults of conf/ train a small GPT on a laptop's CPU in about a minute."""
+    """A whole run. experiment=laptop trains a small GPT on a laptop's CPU in about a minute."""
 
     steps: int = option(200, "steps of the optimizer", least=1)
     seed: int = option(0, "fixes weights, the order of the data and dropout", least=0)
