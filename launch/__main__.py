@@ -39,9 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     for job in jobs:
         compose.main(PROGRAM, __doc__, rest if job is None else [*flags, *job])  # ends here if something is wrong
     del os.environ["WORLD_SIZE"]
+    same = set.intersection(*(set(job or ()) for job in jobs))
     for number, job in enumerate(jobs, 1):
         if job is not None:
-            print(f"\n[{number} of {len(jobs)}] {' '.join(job)}", flush=True)
+            print(f"\n[{number} of {len(jobs)}] {' '.join(text for text in job if text not in same)}", flush=True)
         code, stopped = start(rest if job is None else [*flags, *job], num_ranks)
         if code or stopped:  # who stops one job does not want the next
             return code
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
     """Runs torchrun to its end; its exit code, and whether it was asked to stop."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner

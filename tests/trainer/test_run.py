@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.__main__ import workers
 from tests.trainer import jobs
 from tests.trainer.test_resume import lines
 
@@ -162,6 +163,28 @@ def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-2000:]
     assert "[2 of 2]" in done.stdout
     assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
+
+
+def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    """Also when ranks find it, long after the config was checked."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
+    data = ["data=text", f"data.sources.text.paths=[{tmp_path}/bad.jsonl]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
+    command = [sys.executable, "-m", "launch", "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("bad.jsonl:2 is no JSON object") == 1, done.stderr
+    assert "Traceback" not in done.stderr and "rank" not in done.stderr
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launched.stdout is not None
+    next(text for text in launched.stdout if text.startswith("step"))
+    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+    os.kill(workers(int(children[0]))[1], signal.SIGKILL)
+    _, told = launched.communicate(timeout=120)
+    assert launched.returncode == 128 + signal.SIGKILL and "was ended by SIGKILL" in told
+    assert "ChildFailedError" not in told
 
 
 @pytest.mark.slow
