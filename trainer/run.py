@@ -58,6 +58,8 @@ class Run:
         if source:
             ranks.alike(lambda: source.check(self._shapes, config.optim.kind))
         values = source.values if source else self._fresh if not config.init_from else ranks.alike(self._converted)
+        if ranks.rank == 0:
+            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
         self.position = checkpoint.Position()
@@ -211,7 +213,7 @@ class Run:
         folder, lock, problem = None, None, ""
         if self.ranks.rank == 0:
             try:
-                folder, lock = rundir.enter(composed, self.ranks.world, _device_name(self.device))
+                folder, lock = rundir.enter(composed)
             except ConfigError as error:
                 problem = str(error)
         folder, problem = self.ranks.first((folder, problem))

@@ -259,7 +259,10 @@ def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> N
     assert jobs.run_ranks(1, as_started, options) == [0], "the same command is over already"
     assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3"]) == [2]
     assert "that run is finished, and had other options: optim.lr=0.001 (was 0.003)" in jobs.said
-    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3", "steps=2"]) == [0]
+    other = [*options, "optim.lr=1e-3", "steps=2"]
+    assert jobs.run_ranks(1, as_started, [*other, "model.layers=3"]) == [2] and "it is of another model" in jobs.said
+    assert "layers: 2" in (tmp_path / "run" / "config.yaml").read_text(), "what was refused leaves no trace"
+    assert jobs.run_ranks(1, as_started, other) == [0]
 
 
 def as_started(options: list[str]) -> None:
