@@ -212,6 +212,8 @@ def _optim(config: Config) -> Iterator[str]:
         yield f"optim.kind=muon, engine.zero={engine.zero}: it steps whole matrices; take engine.zero=1 or 2"
     if optim.kind == "muon" and engine.offload_optimizer:
         yield "optim.kind=muon, engine.offload_optimizer=true: muon's products belong on the GPU; leave the offload out"
+    if optim.kind == "muon" and optim.clip:
+        yield f"optim.kind=muon, optim.clip={optim.clip:g}: it shrinks muon's finished steps; take optim=muon or optim.clip=0"
     if optim.muon_momentum >= 1:
         yield f"optim.muon_momentum={optim.muon_momentum}: it must be below 1"
     if schedule.warmup > config.steps:

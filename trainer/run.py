@@ -273,14 +273,14 @@ class Run:
         )
 
     def _corpora(self) -> Iterator[str]:
-        """How much text there is, and how often this run sees it."""
-        data = self.config.data
+        """How much text there is, and how much of it this run reads."""
+        config, short = self.config, tracking.short
         pairs = zip(self.data.sources, self.held_out.sources, strict=True)
         for name, share, (source, held_out) in zip(self.data.names, self.data.shares, pairs, strict=True):
             if isinstance(source, Corpus):
-                epochs = self.config.steps * data.batch * data.length * share / BLOCK / len(source.stream)
-                tokens, rest = tracking.short(len(source.stream)), tracking.short(len(held_out.stream))
-                yield f"{name}: {tokens} tokens, seen {epochs:.2g} times in {self.config.steps} steps; {rest} held out"
+                read = config.steps * config.data.batch * config.data.length * share / BLOCK
+                there = f"{short(len(source.stream))} tokens and {short(len(held_out.stream))} held out"
+                yield f"{name}: {there}; {config.steps} steps read {short(read)}"
 
     def _going_on(self, step: int) -> str:
         over = f", its last: only its report follows{' (more steps= trains on)' * bool(self.config.name)}"

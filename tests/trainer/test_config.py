@@ -80,6 +80,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["parallel=data", "data.batch=6"], 4, ["data.batch=6", "such as 8"]),
     (["data.micro_batch=3"], 1, ["data.batch=8", "data.micro_batch=3"]),
     (["optim=muon", "engine=zero3"], 1, ["optim.kind=muon, engine.zero=3", "engine.zero=1 or 2"]),
+    (["optim.kind=muon"], 1, ["optim.kind=muon, optim.clip=1", "optim.clip=0"]),
     (["optim=muon", "engine=zero0"], 1, ["optim.kind=muon, engine.zero=0"]),
     (["engine.zero=0", "engine.offload_optimizer=true"], 1, ["engine.offload_optimizer=true, engine.zero=0"]),
     (["engine.zero=2", "engine.offload_parameters=true"], 1, ["only ZeRO 3 shards weights"]),

@@ -16,6 +16,7 @@ import pytest
 from launch.__main__ import workers
 from tests.trainer import jobs
 from tests.trainer.test_resume import lines
+from trainer import restore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -173,6 +174,21 @@ def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("bad.jsonl:2 is no JSON object") == 1, done.stderr
     assert "Traceback" not in done.stderr and "rank" not in done.stderr
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_muon_steps_as_far_as_its_rate_says(tmp_path: Path, zero: int) -> None:
+    """Its steps are orthogonal up to a factor near 1, of which DeepSpeed's clipping would leave a part."""
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1", "optim=muon", f"engine.zero={zero}"]
+    assert jobs.run_ranks(2, jobs.train, [*options, "optim.weight_decay=0", "schedule=constant"]) == [0, 0]
+    before, after = (restore.Restored(str(path)) for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*")))
+    names = [name for name in before.reader.names if name.startswith("layers.") and before.weight(name).ndim == 2]
+    for name in names:
+        step = after.weight(name) - before.weight(name)
+        rows, columns = step.shape
+        far = 0.02 * math.sqrt(min(rows, columns) * max(1, rows / columns))
+        assert 0.6 * far < float(step.norm()) < 1.3 * far, (name, float(step.norm()) / far)
+    assert len(names) > 8
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
