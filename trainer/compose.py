@@ -53,7 +53,7 @@ def main(
     """The config of a command line; --help and --cfg print and stop, a mistake ends the program with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        flags, overrides = _split(argv)
+        flags, overrides = split(argv)
         if "help" in flags:
             print(help_text(program, about, Config))
             raise SystemExit(0)
@@ -183,7 +183,8 @@ def _default(field: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Flags by name, and what sets options."""
     flags: dict[str, str] = {}
     overrides = []
     rest = iter(argv)

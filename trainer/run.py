@@ -168,7 +168,8 @@ class Run:
                 return
             metrics = report.metrics()
             sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-            lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text(), ""]
+            whole = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
+            lines = [f"held-out loss{whole}{sources}", "", report.text(), ""]
         if config.evaluate.sample:
             self.watchdog.at(step, "sample")
             lines += [self._sample(), ""]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import __main__ as launch
 from trainer import compose, rules
 from trainer.config import Config
 
@@ -159,6 +160,15 @@ def test_a_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
         compose.load(["optim=mine"], str(tmp_path), 1)
     (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlr: 0.5\n")
     assert compose.load(["optim=mine"], str(tmp_path), 1).config.optim.lr == 0.5
+
+
+def test_a_sweep_takes_flags_as_one_word_or_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.5\n")
+    for flags in (["--cfg", "job", "--config-dir", str(tmp_path)], ["--cfg=job", f"--config-dir={tmp_path}"]):
+        with pytest.raises(SystemExit) as stop:
+            launch.main(["--ranks=1", "--multirun", *flags, "optim=mine", "seed=1,2"])
+        assert stop.value.code == 0 and "seed: 1" in (shown := capsys.readouterr().out) and "lr: 0.5" in shown
 
 
 def test_help_has_every_option_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
