@@ -203,6 +203,7 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
         if peak <= (1 - RESERVE) * target.memory:
             said = " ".join(f"{key}={str(value).lower()}" for key, value in given.items())
             lines.append(f"  {said}: {peak / GIB:.1f} GiB")
+    lines = list(dict.fromkeys(lines))  # what is there already makes some of them alike
     ranks = world
     while ranks < 1024 and not lines:
         ranks *= 2

@@ -130,11 +130,22 @@ def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int
     return read
 
 
+class Given(dict[str, Any]):
+    """A config.json, which tells what it lacks."""
+
+    def __init__(self, *given: Any, path: Path) -> None:
+        super().__init__(*given)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"init_from={str(self.path)!r} has no {key} in its config.json")
+
+
 def read_config(path: Path) -> tuple[str, Model, Rope]:
     """The family, shape and rotary positions that a folder's config.json describes."""
     try:
-        given = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        given = Given(json.loads((path / "config.json").read_text()), path=path)
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
     family = given.get("model_type")
     if family == "gpt2":

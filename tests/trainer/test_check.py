@@ -254,6 +254,9 @@ def test_the_command_answers_and_its_exit_code_says_whether_it_fits(capsys: pyte
     remedy = next(line for line in out.splitlines() if line.strip().startswith("engine.zero=3"))
     changes = remedy.strip().partition(":")[0].split()
     assert check.main([*BIG, "hardware.memory_gib=60", *changes]) == 0
+    assert check.main([*BIG, "hardware.memory_gib=79"]) == 1
+    remedies = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  engine.")]
+    assert len(remedies) == len(set(remedies)) > 2
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

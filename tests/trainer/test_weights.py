@@ -171,6 +171,10 @@ def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
         weights.values(tmp_path, LLAMA, LLAMA3)
     with pytest.raises(ValueError, match=r"no config.json"):
         weights.read_config(tmp_path / "nowhere")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in config.items() if key != "hidden_size"}))
+    with pytest.raises(ValueError, match=r"has no hidden_size in its config.json"):
+        weights.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [dict(sinks=True), dict(softcap=5.0), dict(windows=[4, 0]), dict(norm="layernorm")])
