@@ -31,18 +31,20 @@ def main(argv: list[str] | None = None) -> int:
         if "--ranks" in argv or "--ranks=" in argv:
             raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
         num_ranks = _ranks(given)
-        jobs = _named(compose.sweep([text for text in rest if not text.startswith("-")])) if multirun else [None]
+        flags, overrides = compose.split(rest)
+        jobs = _named(compose.sweep(overrides)) if multirun else [overrides]
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
-    flags = [text for text in rest if text.startswith("-")]
+    given = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
     os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
     for job in jobs:
-        compose.main(PROGRAM, __doc__, rest if job is None else [*flags, *job])  # ends here if something is wrong
+        compose.main(PROGRAM, __doc__, [*given, *job])  # ends here if something is wrong
     del os.environ["WORLD_SIZE"]
+    same = set.intersection(*map(set, jobs))
     for number, job in enumerate(jobs, 1):
-        if job is not None:
-            print(f"\n[{number} of {len(jobs)}] {' '.join(job)}", flush=True)
-        code, stopped = start(rest if job is None else [*flags, *job], num_ranks)
+        if len(jobs) > 1:
+            print(f"\n[{number} of {len(jobs)}] {' '.join(text for text in job if text not in same)}", flush=True)
+        code, stopped = start([*given, *job], num_ranks)
         if code or stopped:  # who stops one job does not want the next
             return code
     return 0
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
     """Runs torchrun to its end; its exit code, and whether it was asked to stop."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner

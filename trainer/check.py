@@ -20,7 +20,7 @@ from typing import Any
 
 from . import compose, rules, tokenizer
 from .config import Config
-from .cost import attention_flops, head_dim, parameters, training_flops, visible_pairs
+from .cost import PEAKS, attention_flops, head_dim, parameters, training_flops, visible_pairs
 from .footprint import GIB, RESERVE, footprint, longest
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -40,13 +40,13 @@ class Machine:
     gpu: bool = True
 
 
-# Datasheets: GiB, dense bf16 TFLOP/s, GB/s each way between two GPUs' hosts of one node.
+# Datasheets: GiB, dense bf16 operations a second, GB/s each way between two GPUs' hosts of one node.
 MACHINES = {
-    "h200": Machine("NVIDIA H200", 139.8 * GIB, 989e12, 450e9),
-    "h100": Machine("NVIDIA H100", 79.1 * GIB, 989e12, 450e9),
-    "b200": Machine("NVIDIA B200", 178.3 * GIB, 2250e12, 900e9),
-    "a100": Machine("NVIDIA A100", 79.1 * GIB, 312e12, 300e9),
-    "mi300x": Machine("AMD MI300X", 191.9 * GIB, 1307e12, 448e9),
+    "h200": Machine("NVIDIA H200", 139.8 * GIB, PEAKS["H200"], 450e9),
+    "h100": Machine("NVIDIA H100", 79.1 * GIB, PEAKS["H100"], 450e9),
+    "b200": Machine("NVIDIA B200", 178.3 * GIB, PEAKS["B200"], 900e9),
+    "a100": Machine("NVIDIA A100", 79.1 * GIB, PEAKS["A100"], 300e9),
+    "mi300x": Machine("AMD MI300X", 191.9 * GIB, PEAKS["MI300X"], 448e9),
 }
 
 
@@ -174,8 +174,9 @@ def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
 
 
 def resolve(config: Config) -> Config:
-    """With what the tokenizer and the data decide filled in."""
-    return replace(config, model=tokenizer.resolved(config, tokenizer.load(config.tokenizer)))
+    """With what the tokenizer and the data decide filled in. A vocabulary that is given needs no tokenizer's file."""
+    letters = None if config.model.vocabulary else tokenizer.load(config.tokenizer)
+    return replace(config, model=tokenizer.resolved(config, letters))
 
 
 def remedies(config: Config, world: int, target: Machine) -> list[str]:
@@ -202,6 +203,7 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
         if peak <= (1 - RESERVE) * target.memory:
             said = " ".join(f"{key}={str(value).lower()}" for key, value in given.items())
             lines.append(f"  {said}: {peak / GIB:.1f} GiB")
+    lines = list(dict.fromkeys(lines))  # what is there already makes some of them alike
     ranks = world
     while ranks < 1024 and not lines:
         ranks *= 2
@@ -250,10 +252,11 @@ def report(config: Config) -> tuple[str, bool]:
     lines += [f"  {name:36} {seconds:9.3f}" for name, seconds in times.items()]
     tokens = config.data.batch * config.data.length
     lengths = [config.data.length] * config.data.batch
-    rates = {c: training_flops(config.model, lengths, c) / total / world / 1e12 for c in ("3x", "3.5x")}
+    rates = {c: training_flops(config.model, lengths, c) / total / world for c in ("3x", "3.5x")}
+    mfu = {c: f" ({rate / target.peak:.1%} MFU)" if target.peak else "" for c, rate in rates.items()}
     lines += [
-        f"  {'total':36} {total:9.3f}  {tokens / total:,.0f} tokens/s; {rates['3.5x']:.4g} TFLOP/s a rank counting attention "
-        f"3.5×, {rates['3x']:.4g} counting it 3×" + (f", {rates['3x'] * 1e12 / target.peak:.1%} MFU" if target.peak else ""),
+        f"  {'total':36} {total:9.3f}  {tokens / total:,.0f} tokens/s; {rates['3.5x'] / 1e12:.4g} TFLOP/s a rank counting "
+        f"attention 3.5×{mfu['3.5x']}, {rates['3x'] / 1e12:.4g} counting it 3×{mfu['3x']}",
         f"  {config.steps:,} steps take {_duration(total * config.steps)}; documents shorter than the sequence take less",
         f"  (attention at {speed[0] / 1e12:.4g} forward, {speed[1] / 1e12:.4g} backward TFLOP/s: {speed[2]}; "
         f"products at {target.products / 1e12:.4g})",

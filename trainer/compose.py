@@ -53,7 +53,7 @@ def main(
     """The config of a command line; --help and --cfg print and stop, a mistake ends the program with exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        flags, overrides = _split(argv)
+        flags, overrides = split(argv)
         if "help" in flags:
             print(help_text(program, about, Config))
             raise SystemExit(0)
@@ -183,7 +183,8 @@ def _default(field: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Flags by name, and what sets options."""
     flags: dict[str, str] = {}
     overrides = []
     rest = iter(argv)
@@ -205,6 +206,8 @@ def _split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             raise ConfigError(
                 "--multirun starts one run after the other, so it belongs to the launcher: python -m launch --multirun …"
             )
+        elif text.startswith("-") and (bare := name.lstrip("-")) in option_names():
+            raise ConfigError(f"{text}: there is no such flag; options are written without dashes: {bare}={value or '…'}")
         elif text.startswith("-"):
             raise ConfigError(f"{text}: there is no such flag{_nearest(name, FLAGS)}; options are written key=value")
         else:

@@ -163,7 +163,7 @@ class Optim:
     betas: list[float] = option([0.9, 0.95], "decay of adamw's two averages")
     eps: float = option(1e-8, "added to adamw's denominator", above=0)
     weight_decay: float = option(0.1, "of matrices; norms and biases have none", least=0)
-    clip: float = option(1.0, "largest norm of the gradient that a step follows as it is; 0 is off", least=0)
+    clip: float = option(1.0, "largest norm of the gradient that a step follows as it is; 0 is off, as for muon", least=0)
     muon_lr: float = option(0.02, "learning rate of the matrices that muon steps", above=0)
     muon_momentum: float = option(0.95, "muon's momentum", least=0)
 
@@ -236,7 +236,7 @@ class Hardware:
 
 @dataclass
 class Config:
-    """A whole run. The defaults of conf/ train a small GPT on a laptop's CPU in about a minute."""
+    """A whole run. experiment=laptop trains a small GPT on a laptop's CPU in about a minute."""
 
     steps: int = option(200, "steps of the optimizer", least=1)
     seed: int = option(0, "fixes weights, the order of the data and dropout", least=0)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from .config import Model
 
 CONVENTIONS = {"3x": 3.0, "3.5x": 3.5}
+# Dense bf16 operations a second, as their makers state them.
+PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}
 
 
 @dataclass(frozen=True)

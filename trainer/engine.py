@@ -12,6 +12,8 @@ What was found out, and is used here:
 - Sums of gradients travel and gather in fp32 only if both dtypes are set; clipping is 1.0 unless set.
 - Its first start on a CPU compiles a shared-memory op for over a minute; without the op gloo does that work.
 - It makes process groups of its own without our timeout.
+- Muon's steps take the place of its gradients before the norm is taken and clipped (bf16's ZeRO 1 aside): clipped to a norm of
+  1, a step would be as many times too short as the model is large. So there is no clipping with Muon, and `norm` is of steps.
 - In fp32, ZeRO 0 steps on gradients that are not finite; the other stages skip the step.
 - In bf16, ZeRO 1 has an optimizer of its own, with fp32 sums of all gradients. Unless told to add each one when it comes
   (immediate_grad_update), it keeps them all in bf16 too until the backward is over.

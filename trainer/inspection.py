@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from .config import Debug
-
-# Dense bf16 products, TFLOP/s, as their makers state them.
-PEAKS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "MI300X": 1307.0}
+from .cost import PEAKS
 
 
 @contextlib.contextmanager
@@ -33,13 +31,13 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
 
 
 def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:
-    """The peak so far, and speed as a share of what the chip could do; nothing on a CPU."""
+    """The peak so far, and speed as a share of what the chip could do, both counting attention 3.5×; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     used, whole = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     found = dict(gib=used / 2**30, gib_share=used / whole, gib_reserved=torch.cuda.max_memory_reserved(device) / 2**30)
     peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)), None)
-    return found | (dict(mfu=tflops / peak) if peak else {})
+    return found | (dict(mfu=tflops * 1e12 / peak) if peak else {})
 
 
 def _export(path: Path, profiler: Any) -> None:

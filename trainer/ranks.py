@@ -6,6 +6,7 @@ behind a collective of the training. Alone, everything works without torchrun.
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from parallel import Mesh
 
+from .compose import ConfigError
 from .config import Config
 from .rules import mesh_of
 
@@ -53,6 +55,20 @@ class Ranks:
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, value, group=self.control)
         return box
+
+    def alike(self, make: Callable[[], Any]) -> Any:
+        """What every rank makes by itself; a ValueError is told to all, so that it is said once."""
+        made, problem = None, ""
+        try:
+            made = make()
+        except ValueError as error:
+            problem = str(error)
+        told = self.gather(problem)
+        if len(set(told)) > 1:
+            told = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        if any(told):
+            raise ConfigError("\n".join(dict.fromkeys(told)))
+        return made
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank."""

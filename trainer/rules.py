@@ -23,7 +23,7 @@ def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
         problems.append(
             f"hardware.name={config.hardware.name}: only `python -m trainer.check` plans for a machine; leave it out"
         )
-    for rule in (_model, _data, _mesh, _engine, _optim, _run):
+    for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))
 
@@ -122,27 +122,39 @@ def _data(config: Config) -> Iterator[str]:
     elif not sum(source.weight for source in data.sources.values()):
         yield "data.sources: every weight is 0, so there is nothing to learn from"
     for name, source in data.sources.items():
-        if source.kind in ("text", "tokens") and not source.paths:
-            yield f"data.sources.{name}.paths=[]: {source.kind} reads files; write 'data.sources.{name}.paths=[a,b/*.txt]'"
         if source.kind in ("stdlib", "recall", "passkey") and source.paths:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
-        for path in source.paths if source.kind in ("text", "tokens") else []:
-            if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
-                yield f"data.sources.{name}.paths: {path} does not exist"
     if data.held_out >= 1:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
     if tokenizer.kind == "bytes" and tokenizer.path:
         yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
-    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
-        yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
     if (
         tokenizer.kind == "bytes"
         and 0 < config.model.vocabulary < 257
         and not any(s.kind == "tokens" for s in data.sources.values())
     ):
         yield f"model.vocabulary={config.model.vocabulary}: bytes need 257, as one ends documents; 0 takes these"
+
+
+def _files(config: Config) -> Iterator[str]:
+    """What has to be on this machine; a plan needs none of it."""
+    tokenizer, resume = config.tokenizer, config.checkpoint.resume
+    for name, source in config.data.sources.items():
+        if source.kind not in ("text", "tokens"):
+            continue
+        if not source.paths:
+            yield f"data.sources.{name}.paths=[]: {source.kind} reads files; write 'data.sources.{name}.paths=[a,b/*.txt]'"
+        for path in source.paths:
+            if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
+                yield f"data.sources.{name}.paths: {path} does not exist"
+    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
+        yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
+    if config.init_from and not Path(config.init_from).expanduser().is_dir():
+        yield f"init_from={config.init_from}: there is no such folder"
+    if resume not in ("auto", "none") and not Path(resume).expanduser().is_dir():
+        yield f"checkpoint.resume={resume}: choose auto, none, or the folder of a checkpoint that exists"
 
 
 def _mesh(config: Config) -> Iterator[str]:
@@ -200,6 +212,8 @@ def _optim(config: Config) -> Iterator[str]:
         yield f"optim.kind=muon, engine.zero={engine.zero}: it steps whole matrices; take engine.zero=1 or 2"
     if optim.kind == "muon" and engine.offload_optimizer:
         yield "optim.kind=muon, engine.offload_optimizer=true: muon's products belong on the GPU; leave the offload out"
+    if optim.kind == "muon" and optim.clip:
+        yield f"optim.kind=muon, optim.clip={optim.clip:g}: it shrinks muon's finished steps; take optim=muon or optim.clip=0"
     if optim.muon_momentum >= 1:
         yield f"optim.muon_momentum={optim.muon_momentum}: it must be below 1"
     if schedule.warmup > config.steps:
@@ -216,10 +230,6 @@ def _run(config: Config) -> Iterator[str]:
         yield f"seed={config.seed}: it must be below 2**32"
     if "/" in config.name or config.name in (".", ".."):
         yield f"name={config.name}: a folder's name, without slashes; `runs` says where it lies"
-    if config.init_from and not Path(config.init_from).expanduser().is_dir():
-        yield f"init_from={config.init_from}: there is no such folder"
-    if checkpoint.resume not in ("auto", "none") and not Path(checkpoint.resume).expanduser().is_dir():
-        yield f"checkpoint.resume={checkpoint.resume}: choose auto, none, or the folder of a checkpoint that exists"
     if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
         yield f"checkpoint.keep_every={checkpoint.keep_every}: it must be a multiple of checkpoint.every={checkpoint.every}"
     for name, steps in (("profile", debug.profile), ("memory", debug.memory)):

@@ -17,7 +17,8 @@ from parallel import context_attention
 
 from . import checkpoint, cost, inspection, memory, rules, rundir, tokenizer, tracking
 from .compose import Composed, ConfigError
-from .data import Batch, Corpus, Dataset, prefetch, samples_of
+from .config import Model
+from .data import BLOCK, Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
 from .generate import generate
@@ -39,14 +40,9 @@ class Run:
         self.device = ranks.device
         self.folder, self._lock = self._enter(composed)
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
-        self.tokenizer = tokenizer.load(config.tokenizer)
-        self.model_config = tokenizer.resolved(config, self.tokenizer)
+        self.tokenizer, self.model_config, self.data, self.held_out = ranks.alike(self._open)
         self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
         self.at = self.layout.positions(ranks.mesh.context_rank)
-        vocabulary = self.model_config.vocabulary
-        self.data, self.held_out = (
-            Dataset(config.data, self.tokenizer, config.seed, part, vocabulary) for part in ("train", "held_out")
-        )
         self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
         self.attention = partial(
             context_attention,
@@ -60,8 +56,10 @@ class Run:
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
         source = self._source()
         if source:
-            source.check(self._shapes, config.optim.kind)
-        values = source.values if source else self._fresh if not config.init_from else self._converted()
+            ranks.alike(lambda: source.check(self._shapes, config.optim.kind))
+        values = source.values if source else self._fresh if not config.init_from else ranks.alike(self._converted)
+        if ranks.rank == 0:
+            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
         self.position = checkpoint.Position()
@@ -170,13 +168,13 @@ class Run:
                 return
             metrics = report.metrics()
             sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-            lines = [f"held-out loss {report.loss:.3f}{sources}", "", report.text()]
+            whole = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
+            lines = [f"held-out loss{whole}{sources}", "", report.text(), ""]
         if config.evaluate.sample:
             self.watchdog.at(step, "sample")
-            lines += ["", self._sample()]
+            lines += [self._sample(), ""]
         saved = any((self.folder / "checkpoints").glob("step-*[0-9]"))
         lines += [
-            "",
             f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
             + (f", {path}/checkpoints the weights." if saved else "."),
             "What to try next:",
@@ -216,13 +214,19 @@ class Run:
         folder, lock, problem = None, None, ""
         if self.ranks.rank == 0:
             try:
-                folder, lock = rundir.enter(composed, self.ranks.world, _device_name(self.device))
+                folder, lock = rundir.enter(composed)
             except ConfigError as error:
                 problem = str(error)
         folder, problem = self.ranks.first((folder, problem))
         if problem:
             raise ConfigError(problem)
         return folder, lock
+
+    def _open(self) -> tuple[tokenizer.Tokenizer, Model, Dataset, Dataset]:
+        config, letters = self.config, tokenizer.load(self.config.tokenizer)
+        model = tokenizer.resolved(config, letters)
+        parts = (Dataset(config.data, letters, config.seed, part, model.vocabulary) for part in ("train", "held_out"))
+        return letters, model, *parts
 
     def _build(self) -> GPT:
         return GPT(self.model_config, self.config.rope, self.attention, seed=None)
@@ -243,7 +247,7 @@ class Run:
                 )
             elif not path:
                 if problems := checkpoint.verify(given, self.ranks):
-                    raise ValueError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+                    raise ConfigError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
                 path = given
         if self.ranks.rank == 0:
             says += [f"{name} is now {name}.bad" for name in checkpoint.set_aside(folder, path)]
@@ -264,8 +268,24 @@ class Run:
             f"{config.model.name}: {numbers.total:,} weights; "
             f"{config.data.batch} sequences of {config.data.length:,} tokens a step; "
             f"{self.ranks.world} × {_device_name(self.device)}, {how}\n"
-            f"{_short(self.folder)}" + (f": going on after step {source.position.step}" if source else "")
+            + "".join(f"{text}\n" for text in self._corpora())
+            + _short(self.folder)
+            + self._going_on(source.position.step if source else 0)
         )
+
+    def _corpora(self) -> Iterator[str]:
+        """How much text there is, and how much of it this run reads."""
+        config, short = self.config, tracking.short
+        pairs = zip(self.data.sources, self.held_out.sources, strict=True)
+        for name, share, (source, held_out) in zip(self.data.names, self.data.shares, pairs, strict=True):
+            if isinstance(source, Corpus):
+                read = config.steps * config.data.batch * config.data.length * share / BLOCK
+                there = f"{short(len(source.stream))} tokens and {short(len(held_out.stream))} held out"
+                yield f"{name}: {there}; {config.steps} steps read {short(read)}"
+
+    def _going_on(self, step: int) -> str:
+        over = f", its last: only its report follows{' (more steps= trains on)' * bool(self.config.name)}"
+        return f": going on after step {step}{over * (step >= self.config.steps)}" if step else ""
 
 
 def _device_name(device: torch.device) -> str:

@@ -61,7 +61,7 @@ def config_of(folder: Path) -> Config:
     return config
 
 
-def enter(composed: Composed, world: int, device: str) -> tuple[Path, IO[str]]:
+def enter(composed: Composed) -> tuple[Path, IO[str]]:
     """On rank 0, before anything else happens: the run's folder, and the lock that is held while the file is open."""
     config = composed.config
     try:
@@ -80,7 +80,6 @@ def enter(composed: Composed, world: int, device: str) -> tuple[Path, IO[str]]:
             )
         _check_finished(folder, composed)
         _say_if_again(folder, config)
-        record(folder, composed, world, device)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
     return folder, lock
@@ -120,7 +119,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def record(folder: Path, composed: Composed, world: int, device: str) -> None:
-    """What was asked for, with what; a resumed run adds a line to starts.jsonl."""
+    """What was asked for, with what, once nothing refuses it any more; a resumed run adds a line to starts.jsonl."""
     (folder / "config.yaml").write_text(composed.yaml)
     start = dict(
         time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with its zone: results are read elsewhere

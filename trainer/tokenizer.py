@@ -129,11 +129,12 @@ def vocabulary(given: int, tokenizer: Tokenizer) -> int:
     return given or -(-tokenizer.size // 64) * 64
 
 
-def resolved(options: config.Config, tokenizer: Tokenizer) -> config.Model:
+def resolved(options: config.Config, tokenizer: Tokenizer | None) -> config.Model:
     """The model's options, with what the tokenizer and the data decide filled in."""
     model = options.model
     rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
-    return replace(model, vocabulary=vocabulary(model.vocabulary, tokenizer), max_positions=rows)
+    size = vocabulary(model.vocabulary, tokenizer) if tokenizer else model.vocabulary
+    return replace(model, vocabulary=size, max_positions=rows)
 
 
 def _library(name: str, kind: str) -> Any:

@@ -129,12 +129,12 @@ class Clock:
 
 
 def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
-    """step 120/1000  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU  38.2 GiB (27%)  ETA 2h14m"""
+    """step 9/90  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU (3.5×)  38.2 GiB (27%)  ETA 2h14m"""
     rate = f"{values['lr']:.1e}".replace("e-0", "e-")
     parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {values['loss']:.3f}", f"grad {values['grad']:.2f}", f"lr {rate}"]
     parts += [f"{short(values['tokens_per_s'])} tok/s", f"{values['tflops']:.3g} TFLOP/s" + "/GPU" * ("mfu" in values)]
     if "mfu" in values:
-        parts.append(f"{100 * values['mfu']:.1f}% MFU")
+        parts.append(f"{100 * values['mfu']:.1f}% MFU (3.5×)")  # cost.py: attention counted as its kernels run
     if "gib" in values:
         parts.append(f"{values['gib']:.1f} GiB ({100 * values['gib_share']:.0f}%)")
     parts.append(f"ETA {duration(left)}")

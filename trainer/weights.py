@@ -130,11 +130,22 @@ def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int
     return read
 
 
+class Given(dict[str, Any]):
+    """A config.json, which tells what it lacks."""
+
+    def __init__(self, *given: Any, path: Path) -> None:
+        super().__init__(*given)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"init_from={str(self.path)!r} has no {key} in its config.json")
+
+
 def read_config(path: Path) -> tuple[str, Model, Rope]:
     """The family, shape and rotary positions that a folder's config.json describes."""
     try:
-        given = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        given = Given(json.loads((path / "config.json").read_text()), path=path)
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
     family = given.get("model_type")
     if family == "gpt2":
@@ -217,12 +228,11 @@ def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any])
     return Rope(kind=kind, base=float(base), **options)
 
 
-def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None = None) -> str:
+def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None, dtype: torch.dtype) -> str:
     """A config.json for the family that this model belongs to, which is returned."""
     family = family_of(model, rope)
-    common = dict(
-        model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end, torch_dtype="float32"
-    )
+    common = dict(model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end)
+    common["torch_dtype"] = str(dtype).removeprefix("torch.")  # what it is loaded as
     if family == "gpt2":
         given = common | dict(
             architectures=["GPT2LMHeadModel"],
@@ -325,7 +335,7 @@ def export(
         index = {tensor: name for (_, held_there), name in zip(files, names, strict=True) for tensor in held_there}
         text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=2)
         (path / "model.safetensors.index.json").write_text(text + "\n")
-    write_config(path, model, rope, length, end)
+    write_config(path, model, rope, length, end, tensor.dtype)
 
 
 def _compared(model: Model, theirs: Model) -> list[str]:

@@ -270,6 +270,15 @@ def test_attention_speed_is_that_of_the_kernel_that_will_run(tmp_path: Path, mon
     assert check.attention_speed(windows, H200)[2] == "window in attention-c.json"
 
 
+def test_a_plan_needs_no_file_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A laptop plans what a cluster will read."""
+    assert check.main(["experiment=qwen3_continue", "hardware=h200", "init_from=/cluster/Qwen3", "data=text"]) == 0
+    assert capsys.readouterr().out.startswith("qwen3-0.6b: 596,049,920 weights")
+    with pytest.raises(SystemExit) as stop:
+        check.main(["experiment=qwen3_continue", "hardware=h200", "model.vocabulary=0"])
+    assert stop.value.code == 2 and "tokenizer.path=''" in capsys.readouterr().err
+
+
 def test_the_command_answers_and_its_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(BIG) == 0
     out = capsys.readouterr().out
@@ -281,6 +290,9 @@ def test_the_command_answers_and_its_exit_code_says_whether_it_fits(capsys: pyte
     remedy = next(line for line in out.splitlines() if line.strip().startswith("engine.zero=3"))
     changes = remedy.strip().partition(":")[0].split()
     assert check.main([*BIG, "hardware.memory_gib=60", *changes]) == 0
+    assert check.main([*BIG, "hardware.memory_gib=79"]) == 1
+    remedies = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  engine.")]
+    assert len(remedies) == len(set(remedies)) > 2
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import __main__ as launch
 from trainer import compose, rules
 from trainer.config import Config
 
@@ -33,7 +34,8 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["~optim.lr"], 1, ["neither added nor removed"]),
     (["hydra.run.dir=x"], 1, ["hydra's own options"]),
     (["steps"], 1, ["'steps' is not an option: write key=value"]),
-    (["--steps=5"], 1, ["there is no such flag"]),
+    (["--steps=5"], 1, ["there is no such flag", "without dashes: steps=5"]),
+    (["--optim.lr", "3e-4"], 1, ["without dashes: optim.lr=…"]),
     (["--hepl"], 1, ["did you mean --help?"]),
     (["--cfg=all"], 1, ["--cfg takes job"]),
     (["--config-dir=/nowhere"], 1, ["/nowhere", "no such folder"]),
@@ -79,6 +81,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["parallel=data", "data.batch=6"], 4, ["data.batch=6", "such as 8"]),
     (["data.micro_batch=3"], 1, ["data.batch=8", "data.micro_batch=3"]),
     (["optim=muon", "engine=zero3"], 1, ["optim.kind=muon, engine.zero=3", "engine.zero=1 or 2"]),
+    (["optim.kind=muon"], 1, ["optim.kind=muon, optim.clip=1", "optim.clip=0"]),
     (["optim=muon", "engine=zero0"], 1, ["optim.kind=muon, engine.zero=0"]),
     (["engine.zero=0", "engine.offload_optimizer=true"], 1, ["engine.offload_optimizer=true, engine.zero=0"]),
     (["engine.zero=2", "engine.offload_parameters=true"], 1, ["only ZeRO 3 shards weights"]),
@@ -157,6 +160,15 @@ def test_a_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
         compose.load(["optim=mine"], str(tmp_path), 1)
     (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlr: 0.5\n")
     assert compose.load(["optim=mine"], str(tmp_path), 1).config.optim.lr == 0.5
+
+
+def test_a_sweep_takes_flags_as_one_word_or_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.5\n")
+    for flags in (["--cfg", "job", "--config-dir", str(tmp_path)], ["--cfg=job", f"--config-dir={tmp_path}"]):
+        with pytest.raises(SystemExit) as stop:
+            launch.main(["--ranks=1", "--multirun", *flags, "optim=mine", "seed=1,2"])
+        assert stop.value.code == 0 and "seed: 1" in (shown := capsys.readouterr().out) and "lr: 0.5" in shown
 
 
 def test_help_has_every_option_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:

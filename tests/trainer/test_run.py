@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from launch.__main__ import workers
 from tests.trainer import jobs
 from tests.trainer.test_resume import lines
+from trainer import restore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,6 +166,43 @@ def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None
     assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
 
 
+def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    """Also when ranks find it, long after the config was checked."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
+    data = ["data=text", f"data.sources.text.paths=[{tmp_path}/bad.jsonl]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
+    command = [sys.executable, "-m", "launch", "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("bad.jsonl:2 is no JSON object") == 1, done.stderr
+    assert "Traceback" not in done.stderr and "rank" not in done.stderr
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_muon_steps_as_far_as_its_rate_says(tmp_path: Path, zero: int) -> None:
+    """Its steps are orthogonal up to a factor near 1, of which DeepSpeed's clipping would leave a part."""
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1", "optim=muon", f"engine.zero={zero}"]
+    assert jobs.run_ranks(2, jobs.train, [*options, "optim.weight_decay=0", "schedule=constant"]) == [0, 0]
+    before, after = (restore.Restored(str(path)) for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*")))
+    names = [name for name in before.reader.names if name.startswith("layers.") and before.weight(name).ndim == 2]
+    for name in names:
+        step = after.weight(name) - before.weight(name)
+        rows, columns = step.shape
+        far = 0.02 * math.sqrt(min(rows, columns) * max(1, rows / columns))
+        assert 0.6 * far < float(step.norm()) < 1.3 * far, (name, float(step.norm()) / far)
+    assert len(names) > 8
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launched.stdout is not None
+    next(text for text in launched.stdout if text.startswith("step"))
+    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+    os.kill(workers(int(children[0]))[1], signal.SIGKILL)
+    _, told = launched.communicate(timeout=120)
+    assert launched.returncode == 128 + signal.SIGKILL and "was ended by SIGKILL" in told
+    assert "ChildFailedError" not in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_what_is_far_away_is_recalled_through_the_ring_and_not_without(tmp_path: Path, broken: bool) -> None:
@@ -236,7 +275,10 @@ def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> N
     assert jobs.run_ranks(1, as_started, options) == [0], "the same command is over already"
     assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3"]) == [2]
     assert "that run is finished, and had other options: optim.lr=0.001 (was 0.003)" in jobs.said
-    assert jobs.run_ranks(1, as_started, [*options, "optim.lr=1e-3", "steps=2"]) == [0]
+    other = [*options, "optim.lr=1e-3", "steps=2"]
+    assert jobs.run_ranks(1, as_started, [*other, "model.layers=3"]) == [2] and "it is of another model" in jobs.said
+    assert "layers: 2" in (tmp_path / "run" / "config.yaml").read_text(), "what was refused leaves no trace"
+    assert jobs.run_ranks(1, as_started, other) == [0]
 
 
 def as_started(options: list[str]) -> None:

@@ -162,6 +162,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, key: str, value: object, m
         weights.read_config(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_config_says_what_the_numbers_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whoever serves the folder takes its dtype from there."""
+    export(build(LLAMA, LLAMA3).to(dtype), tmp_path)
+    assert f"torch.{json.loads((tmp_path / 'config.json').read_text())['torch_dtype']}" == str(dtype)
+    assert File(tmp_path / "model.safetensors")["model.norm.weight"].dtype == dtype
+
+
 def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
     export(build(LLAMA, LLAMA3), tmp_path)
     file = File(tmp_path / "model.safetensors")
@@ -171,6 +179,10 @@ def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
         weights.values(tmp_path, LLAMA, LLAMA3)
     with pytest.raises(ValueError, match=r"no config.json"):
         weights.read_config(tmp_path / "nowhere")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in config.items() if key != "hidden_size"}))
+    with pytest.raises(ValueError, match=r"has no hidden_size in its config.json"):
+        weights.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [dict(sinks=True), dict(softcap=5.0), dict(windows=[4, 0]), dict(norm="layernorm")])
