@@ -264,6 +264,7 @@ class Generate:
 
     checkpoint: str = option("", "a checkpoint's folder, or a run's: then its newest")
     prompt: str = option("", "the text to go on with")
+    prompt_file: str = option("", "or a file that holds it, - for standard input; then only what is added is printed")
     tokens: int = option(256, "how many to add", least=1)
     temperature: float = option(0.8, "0 always takes the likeliest", least=0)
     top_k: int = option(0, "draw from the k likeliest tokens; 0: from all", least=0)

@@ -1,8 +1,9 @@
-"""Writes a checkpoint's weights as Hugging Face has them, in a folder that transformers loads.
+"""Writes a checkpoint's weights, and its tokenizer.json, as Hugging Face has them, in a folder that transformers loads.
 
 python -m trainer.export checkpoint=runs/my-run to=my-model
 """
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from . import compose, restore, weights
 from .config import Export
+from .tokenizer import file_of
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         readers = {name: partial(read, name) for name in restored.reader.names}
         end = restored.tokenizer().end
         weights.export(Path(given.to), readers, restored.model, restored.rope, restored.length, end)
+        if restored.letters.kind == "hf":
+            shutil.copy(file_of(restored.letters), Path(given.to) / "tokenizer.json")
     except ValueError as error:
         compose.fail("python -m trainer.export", error)
     print(f"{restored.folder} is now in {given.to}: AutoModelForCausalLM.from_pretrained({given.to!r}) loads it")

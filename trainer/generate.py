@@ -1,6 +1,7 @@
 """Text from a model, token by token, on one rank and with a cache of keys and values.
 
     python -m trainer.generate checkpoint=runs/my-run prompt="def main("
+    python -m trainer.generate checkpoint=runs/my-run prompt_file=book.txt tokens=500
 
 The cache is an attention: the model takes attention as an argument, calls it once a layer, and so never learns that this one
 remembers the keys of earlier calls. The prompt runs in one call, every further token in one of its own.
@@ -8,6 +9,7 @@ remembers the keys of earlier calls. The prompt runs in one call, every further 
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +108,18 @@ def check(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float
         )
 
 
+def read(given: Generate) -> bytes:
+    """The prompt."""
+    if not given.prompt_file:
+        return given.prompt.encode()
+    if given.prompt:
+        raise ValueError(f"prompt_file={given.prompt_file!r} beside prompt={given.prompt!r}: give one of them")
+    try:
+        return sys.stdin.buffer.read() if given.prompt_file == "-" else Path(given.prompt_file).expanduser().read_bytes()
+    except OSError as error:
+        raise ValueError(f"prompt_file={given.prompt_file!r} cannot be read: {error.strerror}") from None
+
+
 def main(argv: list[str] | None = None) -> None:
     given = compose.parse_flat(Generate, "python -m trainer.generate", __doc__, argv)
     try:
@@ -115,11 +129,11 @@ def main(argv: list[str] | None = None) -> None:
             "cuda" if given.device == "cuda" or (given.device == "auto" and torch.cuda.is_available()) else "cpu"
         )
         model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        prompt = next(iter(letters.encode([given.prompt.encode()]))).tolist()
+        prompt = next(iter(letters.encode([read(given)]))).tolist()
         if len(prompt) + given.tokens > restored.length:
             print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)
-        shown, ids = given.prompt, list(prompt)
-        print(shown, end="", flush=True)
+        shown, ids = letters.decode(prompt) if given.prompt_file else given.prompt, list(prompt)
+        print(given.prompt, end="", flush=True)
 
         def show(token: int) -> None:
             """Whole text so far, decoded again: a character may be made of several tokens."""

@@ -25,10 +25,10 @@ class Restored:
         self.model = config.Model(**described["model"])
         self.rope = config.Rope(**described["rope"])
         self.length: int = described["length"]
-        self._tokenizer = config.Tokenizer(**described["tokenizer"])
+        self.letters = config.Tokenizer(**described["tokenizer"])
 
     def tokenizer(self) -> tokenizer.Tokenizer:
-        return tokenizer.load(self._tokenizer)
+        return tokenizer.load(self.letters)
 
     def weight(self, name: str) -> Tensor:
         return self.reader.weight(name)

@@ -112,12 +112,17 @@ def load(options: config.Tokenizer) -> Tokenizer:
                     f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?"
                 )
         return Bytes()
+    path = file_of(options)
+    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
+
+
+def file_of(options: config.Tokenizer) -> Path:
     path = Path(options.path).expanduser()
     if options.path and path.is_dir():
         path = path / "tokenizer.json"
     if not options.path or not path.is_file():
         raise ValueError(f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine")
-    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
+    return path
 
 
 def vocabulary(given: int, tokenizer: Tokenizer) -> int:

@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing, choices follow their options, and checkpoints come back as models."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trainer.config import Model, Rope, Tokenizer
 from trainer.export import main as export_main
 from trainer.generate import draw, generate, main
 from trainer.model import GPT
+from trainer.tokenizer import Bytes
 
 SHAPE = Model(vocabulary=320, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, init_std=0.3)
 GPT2 = dict(norm="layernorm", positions="learned", max_positions=64, activation="gelu", bias=True, kv_heads=4)
@@ -83,12 +85,12 @@ def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
         generate(**(dict(model=model, prompt=PROMPT, num_tokens=4) | options))
 
 
-def save(folder: Path, model: GPT) -> Path:
+def save(folder: Path, model: GPT, letters: Tokenizer | None = None) -> Path:
     """A run's folder as the trainer writes it, with what generation reads of it."""
     step = folder / "checkpoints" / "step-00000012"
     step.mkdir(parents=True)
     safetensors.write(step / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
-    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(Tokenizer()), length=128)
+    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(letters or Tokenizer()), length=128)
     (step / "state.json").write_text(json.dumps(dict(model=described)))
     (step / "manifest.json").write_text("{}")
     return step
@@ -125,6 +127,28 @@ def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture
     assert stop.value.code == 2
 
 
+def test_a_prompt_comes_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, GPT(SHAPE))
+    (tmp_path / "book.txt").write_bytes(b"def f")
+    options = [f"checkpoint={tmp_path}", "tokens=20", "temperature=0", "device=cpu", "ignore_end=true"]
+    main([*options, "prompt=def f"])
+    whole = capsys.readouterr().out
+    main([*options, f"prompt_file={tmp_path / 'book.txt'}"])
+    assert "def f" + capsys.readouterr().out == whole
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f")))
+    main([*options, "prompt_file=-"])
+    assert "def f" + capsys.readouterr().out == whole
+    for wrong, message in (
+        (["prompt_file=none.txt"], "prompt_file='none.txt' cannot be read: No such file"),
+        (["prompt_file=-", "prompt=a"], "give one of them"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*options, *wrong])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = GPT(SHAPE, Rope(base=500.0))
     save(tmp_path, model)
@@ -135,3 +159,11 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     read = weights.values(tmp_path / "hf", shape, rope)
     for name, weight in model.named_parameters():
         assert torch.equal(read(name, "weight", 0, weight.numel()), weight.detach().flatten())
+
+
+def test_an_export_takes_the_tokenizer_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("its rules")
+    save(tmp_path, GPT(SHAPE), Tokenizer("hf", str(tmp_path)))
+    monkeypatch.setattr(restore.Restored, "tokenizer", lambda self: Bytes())  # the library that reads it need not be here
+    export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}"])
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "its rules"
