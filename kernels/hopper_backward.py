@@ -82,7 +82,8 @@ def attention_backward(
     lse_tile = stats  # stands in where the product with it is enough
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    where = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # of each place: head, first row, whether the mask splits it
+    facts = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
@@ -103,11 +104,11 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, where, rows)
+    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows)
     keys = (b, kv_head, first_key, begin, end)
     gradients = (dk, dv, dk_strides, dv_strides)
     options = (mask, q_at, k_at, scale, softcap)
-    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, where, row_count(q_at), scale, softcap)
+    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, row_count(q_at), scale, softcap)
     # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
     # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded. (A weight of
     # 4 would be too large for it: lse has to be that of all keys, as it is in a backward.) With fp16 inputs, whose dS would
@@ -123,7 +124,7 @@ def attention_backward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale * 2.0**-BIAS,
+            dq, k_tile, ds_tile, dq_tile, facts, flags, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
@@ -140,7 +141,7 @@ def produce(
 ):  # fmt: skip
     k, v, q, dout = sources
     k_tile, v_tile, q_tile, dout_tile = tiles
-    lse, delta, lse_strides, delta_strides, stats, lse_tile, where, n, scale, softcap = statistics
+    lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
     kv_full, full_at, free_at, _ds_full, _ds_free = flags
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
@@ -172,14 +173,14 @@ def produce(
         lse_row = lse_row * LOG2E - BIAS
         if softcap is not None:
             lse_tile.index(place).store(gl.where(nothing, float("inf"), lse_row))
-            lse_row = gl.zeros_like(delta_row)
+            lse_row = gl.zeros_like(delta_row)  # a cap comes between the product and what is taken away
         lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))  # finite: thirds of an infinity are NaN
         delta_row = gl.where(nothing, 0.0, delta_row)
         stats.index(2 * place).store(thirds(lse_row, column))
         stats.index(2 * place + 1).store(thirds(delta_row, column))
-        where.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
-        where.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
-        where.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
+        facts.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
+        facts.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
+        facts.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
         fence_async_shared()
         mbarrier.arrive(full_at.index(place), count=1)
 
@@ -201,7 +202,7 @@ def consume(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, where, rows = tiles
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
     kv_full, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
@@ -251,8 +252,8 @@ def consume(
         if softcap is not None:
             exponent -= lse_tile.index(place).load(QUERIES)[None, :]
         p = gl.exp2(exponent)
-        if number(where, 4 * place + 2) != 0:
-            p_q = position(number(where, 4 * place + 1) + rows.load(QUERIES), q_at)
+        if number(facts, 4 * place + 2) != 0:
+            p_q = position(number(facts, 4 * place + 1) + rows.load(QUERIES), q_at)
             visible = p_q[None, :] <= hi[:, None]
             if mask[1] is not None or mask[2] is not None:
                 visible &= p_q[None, :] >= lo[:, None]
@@ -311,12 +312,13 @@ def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
 
 @gluon.jit
 def write(
-    value, to, strides, b, h, row, row_ok, FIRST: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr,
-    ADD: gl.constexpr,
+    value, to, strides, b, h, row, row_ok, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    """A consumer's WIDTH columns of dk or dv, from FIRST on, as far as there are COLUMNS."""
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    column = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < WIDTH)[None, :]
+    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < COLUMNS)[None, :]
     at = to + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
     if ADD:
         value += gl.load(at, mask=ok, other=0.0)

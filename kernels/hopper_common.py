@@ -23,7 +23,7 @@ WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """NUM pairs: "full", which takes all writers, and "free", which takes all readers."""
+    """NUM pairs: "full", which takes all writers, and "free", which takes all readers; for `arrive_each` these are threads."""
     full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):

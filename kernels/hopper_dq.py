@@ -16,7 +16,7 @@ from .hopper_common import arrive_each, number, wait_full
 
 @gluon.jit
 def collect(
-    dq_to, k_tile, ds_tile, dq_tile, where, flags, b, begin, end, scale,
+    dq_to, k_tile, ds_tile, dq_tile, facts, flags, b, begin, end, scale,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,7 @@ def collect(
     mbarrier.wait(kv_full.index(0), 0)
     for i in range(GROUP * (end - begin)):
         place = wait_full(full_at, i, STAGES)
-        h, row = number(where, 4 * place), number(where, 4 * place + 1)
+        h, row = number(facts, 4 * place), number(facts, 4 * place + 1)
         arrive_each(free_at.index(place))
         ds_place = wait_full(ds_full, i, DS_STAGES)
         ds = ds_tile.index(ds_place).permute((1, 0))

@@ -1,6 +1,6 @@
 """The forward for Hopper (sm_90), in Gluon: one warp fetches tiles through the TMA while two or three warpgroups compute.
 
-Promises what the portable forward does, except fp32, dropout and scales below 0. Each consumer warpgroup owns 64 queries.
+Promises what the portable forward does, except fp32, dropout and scales below 1e-30. Each consumer warpgroup owns 64 queries.
 While the tensor cores multiply the last tile's weights with v and this tile's keys with q, its other units work on a softmax.
 What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
 

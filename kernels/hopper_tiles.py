@@ -10,8 +10,8 @@ FORWARD = {  # head dim up to: consumers of 64 queries each, keys a tile, buffer
     128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168),
     256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168),
 }
-BACKWARD = {  # head dim up to: keys of a program, buffers of q and dout, of dS, of dq, whether registers are tight (then scores
-    # do not run a tile ahead, and weights wait in 16 bits), registers a thread at launch
+BACKWARD = {  # head dim up to: keys of a program, buffers of q and dout, of dS, of dq and how many columns one has, whether
+    # registers are tight (then scores do not run a tile ahead, and weights wait in 16 bits), registers a thread at launch
     64: dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=False, maxnreg=128),
     128: dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
     256: dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),

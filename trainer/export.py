@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         readers = {name: partial(read, name) for name in restored.reader.names}
         end = restored.tokenizer().end
         weights.export(Path(given.to), readers, restored.model, restored.rope, restored.length, end)
-        if restored.letters.kind == "hf":
-            shutil.copy(file_of(restored.letters), Path(given.to) / "tokenizer.json")
+        if restored.tokenizer_options.kind == "hf":
+            shutil.copy(file_of(restored.tokenizer_options), Path(given.to) / "tokenizer.json")
     except ValueError as error:
         compose.fail("python -m trainer.export", error)
     print(f"{restored.folder} is now in {given.to}: AutoModelForCausalLM.from_pretrained({given.to!r}) loads it")

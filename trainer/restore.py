@@ -25,10 +25,10 @@ class Restored:
         self.model = config.Model(**described["model"])
         self.rope = config.Rope(**described["rope"])
         self.length: int = described["length"]
-        self.letters = config.Tokenizer(**described["tokenizer"])
+        self.tokenizer_options = config.Tokenizer(**described["tokenizer"])
 
     def tokenizer(self) -> tokenizer.Tokenizer:
-        return tokenizer.load(self.letters)
+        return tokenizer.load(self.tokenizer_options)
 
     def weight(self, name: str) -> Tensor:
         return self.reader.weight(name)

@@ -117,6 +117,7 @@ def load(options: config.Tokenizer) -> Tokenizer:
 
 
 def file_of(options: config.Tokenizer) -> Path:
+    """What the options' tokenizer is read from."""
     path = Path(options.path).expanduser()
     if options.path and path.is_dir():
         path = path / "tokenizer.json"

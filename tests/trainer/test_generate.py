@@ -85,12 +85,12 @@ def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
         generate(**(dict(model=model, prompt=PROMPT, num_tokens=4) | options))
 
 
-def save(folder: Path, model: GPT, letters: Tokenizer | None = None) -> Path:
+def save(folder: Path, model: GPT, options: Tokenizer | None = None) -> Path:
     """A run's folder as the trainer writes it, with what generation reads of it."""
     step = folder / "checkpoints" / "step-00000012"
     step.mkdir(parents=True)
     safetensors.write(step / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
-    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(letters or Tokenizer()), length=128)
+    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(options or Tokenizer()), length=128)
     (step / "state.json").write_text(json.dumps(dict(model=described)))
     (step / "manifest.json").write_text("{}")
     return step
