@@ -17,6 +17,7 @@ from .block import Carry
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
 from .checks import check_mask, check_options, check_qkv, check_sinks, check_tangents
 from .mask import Bounds, Mask
+from .operator import operator
 from .reference import accumulation_dtype
 
 __all__ = ["BACKENDS", "attention"]
@@ -83,7 +84,27 @@ def _call(*given: Any) -> tuple[Mask, dict[str, Any]]:
     return mask, options | dict(deterministic=bool(deterministic))
 
 
-@torch.library.custom_op("ringspan::attention_forward", mutates_args=())
+def _outputs(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.numbers, ctx.factors, ctx.backend = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, *rest = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.backend)
+    *_, sinks, _ = rest
+    return dq, dk, dv, *[None] * 3, None if sinks is None else dsinks, *[None] * 4
+
+
+@operator("attention_forward", fake=_outputs, save=_save, differentiate=_differentiate)
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -102,14 +123,15 @@ def attention_forward(
     return block_forward(q, k, v, mask, carry=carry, **options)
 
 
-@attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    batch, rows, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+def _gradients(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    sinks = given[3]
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-@torch.library.custom_op("ringspan::attention_backward", mutates_args=())
+@operator("attention_backward", fake=_gradients)
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -134,15 +156,6 @@ def attention_backward(
     return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
 
 
-@attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = given[3]
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
-
-
 def sink_carry(sinks: Tensor, q: Tensor) -> Carry:
     """A sink is the softmax of one key with value 0, before any other: out 0 and lse = sink."""
     return None, sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
@@ -152,20 +165,3 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key with value 0, so its dp is 0 and ds = p (0 - delta)."""
     weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -torch.where(lse == -float("inf"), 0, weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.numbers, ctx.factors, ctx.backend = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, *rest = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.backend)
-    *_, sinks, _ = rest
-    return dq, dk, dv, *[None] * 3, None if sinks is None else dsinks, *[None] * 4
-
-
-attention_forward.register_autograd(_differentiate, setup_context=_save)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_tangents
+from .operator import operator
 
 # Logits per chunk. 2^27 are 512 MiB in fp32: 1024 tokens at V = 128k, so that adding to the fp32 dweight once a chunk stays
 # cheap beside the products. CPU caches want less. Fewer than 128 tokens would starve the products, whatever V is.
@@ -81,8 +82,33 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: floa
             raise ValueError(f"{name}: {value}; it must be finite and ≥ 0, where 0 turns it off")
 
 
-@torch.library.custom_op("ringspan::linear_cross_entropy", mutates_args=())
-def _op(
+def _outputs(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    needs_dhidden, needs_dweight = options[-2:]
+    accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    losses = hidden.new_empty(labels.shape, dtype=accum)  # not len(labels), which would fix the length it compiles for
+    hits = labels.new_empty(labels.shape, dtype=torch.bool)
+    dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
+    dweight = weight.new_empty(weight.shape if needs_dweight else 0)
+    return losses.new_empty(()), labels.new_empty(()), losses, hits, dhidden, dweight
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[4:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros as large as weight for outputs that nobody differentiates
+
+
+def _scale(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise ValueError("linear_cross_entropy has no second derivative: leave out create_graph=True")
+    # As a (1, 1) tensor dloss stays fp32 in the product; a scalar would first be rounded to the gradient's 16 bits, and
+    # 1 / num_valid = 1e-6 is 1.3 % off in fp16. out= rounds the product in that same kernel: no fp32 copy.
+    pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+    grads = [torch.mul(x, dloss.reshape(1, 1), out=torch.empty_like(x)) if need else None for x, need in pairs]
+    return *grads, *[None] * 7
+
+
+def _chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -152,31 +178,4 @@ def _op(
     return losses.sum(), valid.sum(), losses, hits, dhidden, dweight.to(weight.dtype)
 
 
-@_op.register_fake
-def _(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    needs_dhidden, needs_dweight = options[-2:]
-    accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    losses = hidden.new_empty(labels.shape, dtype=accum)  # not len(labels), which would fix the length it compiles for
-    hits = labels.new_empty(labels.shape, dtype=torch.bool)
-    dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
-    dweight = weight.new_empty(weight.shape if needs_dweight else 0)
-    return losses.new_empty(()), labels.new_empty(()), losses, hits, dhidden, dweight
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[4:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # no zeros as large as weight for outputs that nobody differentiates
-
-
-def _scale(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
-        raise ValueError("linear_cross_entropy has no second derivative: leave out create_graph=True")
-    # As a (1, 1) tensor dloss stays fp32 in the product; a scalar would first be rounded to the gradient's 16 bits, and
-    # 1 / num_valid = 1e-6 is 1.3 % off in fp16. out= rounds the product in that same kernel: no fp32 copy.
-    pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
-    grads = [torch.mul(x, dloss.reshape(1, 1), out=torch.empty_like(x)) if need else None for x, need in pairs]
-    return *grads, *[None] * 7
-
-
-_op.register_autograd(_scale, setup_context=_save)
+_op = operator("linear_cross_entropy", fake=_outputs, save=_save, differentiate=_scale)(_chunks)

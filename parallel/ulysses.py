@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.operator import operator
+
 from . import progress
 from .agree import FIRST, agree
 from .groups import by_name, timeout_of
@@ -41,7 +43,22 @@ def check_heads(heads: int, size: int) -> None:
         raise ValueError(f"ulysses={size} does not divide q's {heads} heads: one of {fits} does, and the ring takes the rest")
 
 
-@torch.library.custom_op("ringspan::exchange_heads", mutates_args=())
+def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
+    batch, rows, heads, width = x.shape
+    if gather:
+        return x.new_empty((batch, rows * size, heads // size, width))
+    return x.new_empty((batch, rows // size, heads * size, width))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.rest, ctx.gather = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None, None
+
+
+@operator("exchange_heads", fake=_exchanged, save=_save, differentiate=_differentiate)
 def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
     progress.enter("ulysses exchange")
     _, rows, heads, _ = x.shape
@@ -59,22 +76,3 @@ def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool) -> T
     if gather:  # (U, B, n, h, D) → (B, U · n, h, D)
         return received.transpose(0, 1).flatten(1, 2).contiguous()
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()  # (U, B, n, h, D) → (B, n, U · h, D)
-
-
-@exchange_op.register_fake
-def _(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
-    batch, rows, heads, width = x.shape
-    if gather:
-        return x.new_empty((batch, rows * size, heads // size, width))
-    return x.new_empty((batch, rows // size, heads * size, width))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.rest, ctx.gather = inputs
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None, None
-
-
-exchange_op.register_autograd(_differentiate, setup_context=_save)
