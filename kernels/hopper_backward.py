@@ -72,8 +72,8 @@ def attention_backward(
     TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
-    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
@@ -124,7 +124,7 @@ def attention_backward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile, ds_tile, dq_tile, facts, flags, b, begin, end, scale * 2.0**-BIAS,
+            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
@@ -144,8 +144,8 @@ def produce(
     lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
     kv_full, full_at, free_at, _ds_full, _ds_free = flags
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
-    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile)
-    tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile)
+    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
+    tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile.index(0))
     num = end - begin
     num_split = full - begin + end - rest
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -156,6 +156,10 @@ def produce(
         h = kv_head * GROUP + i // num
         row = nth_tile(i % num, begin, full, rest, end) * 64
         at = row + gl.arange(0, 64, ROWS)
+        place = wait_free(free_at, i, STAGES)
+        mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
+        tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
+        tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
         lse_row = gl.load(
             lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
             mask=at < n, other=float("-inf"),
@@ -166,10 +170,6 @@ def produce(
         )  # fmt: skip
         # such a row weighs nothing, whatever its delta holds: it saw no key, or a sink that outweighs all
         nothing = (lse_row == float("-inf")) | (lse_row == float("inf"))
-        place = wait_free(free_at, i, STAGES)
-        mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
-        tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
-        tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
         lse_row = lse_row * LOG2E - BIAS
         if softcap is not None:
             lse_tile.index(place).store(gl.where(nothing, float("inf"), lse_row))
@@ -219,8 +219,6 @@ def consume(
     FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
     COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
     COLUMN_V: gl.constexpr = ME * WIDTH_V if HALVES else 0
-    k_mine = k_tile.reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
-    v_mine = v_tile.reshape([BLOCK_N, BLOCK_DV]).slice(FIRST, 64)
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     column = gl.arange(0, 16, gl.SliceLayout(0, MINUS))[None, :] + gl.zeros([64, 16], gl.int32, MINUS)
     minus = gl.where(column < 3, -1.0, 0.0).to(gl.bfloat16)  # times `thirds`: what is taken away
@@ -235,9 +233,15 @@ def consume(
     s = zero  # if TIGHT, only so that the loop has one
     if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
+        k_mine = k_tile.index(0).reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
         s = product(k_mine, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
+        # Where registers are tight, 0, but the compiler cannot know: else it would work out before the loop, and keep, where
+        # each slice of k and v begins.
+        only = i >> 30 if TIGHT else 0
+        k_mine = k_tile.index(only).reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
+        v_mine = v_tile.index(only).reshape([BLOCK_N, BLOCK_DV]).slice(FIRST, 64)
         place = i % STAGES
         q = q_tile.index(place).reshape([64, BLOCK_D]).slice(COLUMN, WIDTH, dim=1)
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)

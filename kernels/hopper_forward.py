@@ -48,9 +48,15 @@ from .triton_common import (
     keys_of,
     position,
     row_count,
+    rows_below,
     rule_arguments,
 )
 from .triton_forward import forward_launches
+
+# of (row, part): the four threads that share a row have a part each
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 
 
 @gluon.jit(**ANY_SIZE)
@@ -161,12 +167,12 @@ def consume(
     mbarrier.arrive(kv_free.index(place), count=1)
     while more != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = gl.full([64], 0.0, gl.float32, ROWS)
+        total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         q_mine = q_tile.index(q_place * CONSUMERS + ME)
 
         tile = nth_tile(0, begin, full, rest, end)
-        p, m, total, shrink = softmax(s, m, total, tile, True, lo, hi, mask, k_at, columns, scale, softcap, BLOCK_N)
+        p, m, total, shrink = softmax(s, m, total, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
         weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
         slots += 1
         place = wait_full(kv_full, slots, STAGES)
@@ -176,9 +182,7 @@ def consume(
             acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             tile = nth_tile(j, begin, full, rest, end)
-            p, m, total, shrink = softmax(
-                s, m, total, tile, j < num_split, lo, hi, mask, k_at, columns, scale, softcap, BLOCK_N
-            )
+            p, m, total, shrink = softmax(s, m, total, tile, j < num_split, lo, hi, mask, columns, scale, softcap, BLOCK_N)
             slots += 1
             before = place
             # Behind the branch that waiting for a slot is, the compiler leaves the next line's wait where it stands;
@@ -215,10 +219,10 @@ def consume(
 
 @gluon.jit
 def reach(first_row, b, mask, q_at, k_at, ROWS: gl.constexpr):
-    """64 rows, and the first and last key that each of them sees."""
+    """64 rows, and the first and last row of k that each of them sees."""
     row = first_row + gl.arange(0, 64, ROWS)
     lo, hi = keys_of(position(row, q_at), mask, b)
-    return row, lo, gl.minimum(hi, position(row_count(k_at) - 1, k_at))
+    return row, rows_below(lo, k_at), rows_below(hi + 1, k_at) - 1
 
 
 @gluon.jit
@@ -231,6 +235,7 @@ def finish(
     b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_ok = row < num_rows
+    total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
     column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
@@ -275,22 +280,31 @@ def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constex
 
 @gluon.jit
 def softmax(
-    s, m, total, tile, split, lo, hi, mask, k_at, columns, scale, softcap,
-    BLOCK_N: gl.constexpr,
+    s, m, total, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Scores → (weights, m, total, what acc shrinks by). split: the mask goes through the tile."""
+    """Scores → (weights, m, total, what acc shrinks by). split: the mask goes through the tile.
+
+    A reduction takes one number after another into the same register, each waiting for the one before. So the maximum begins
+    with four at a time, and of the sum, which nothing waits for, each thread keeps its own part to the end.
+    """
     s, factor = exponents(s, scale, softcap, False)
     if split:
-        p_k = position(tile * BLOCK_N + columns.load(gl.SliceLayout(0, s.type.layout)), k_at)
-        visible = p_k[None, :] <= hi[:, None]  # hi ends with the keys
+        column = columns.load(gl.SliceLayout(0, s.type.layout))[None, :]
+        visible = column <= (hi - tile * BLOCK_N)[:, None]  # hi ends with the keys
         if mask[0] is not None or mask[2] is not None:
-            visible &= p_k[None, :] >= lo[:, None]
+            visible &= column >= (lo - tile * BLOCK_N)[:, None]
         s = gl.where(visible, s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * factor)
+    quarter = s  # of the columns, each the maximum of four
+    for _ in gl.static_range(2):
+        left, right = quarter.reshape([64, 2, quarter.shape[1] // 2]).permute((0, 2, 1)).split()
+        quarter = gl.maximum(left, right)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(quarter, 1), m.type.layout, assert_trivial=True) * factor)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
     shrink = gl.exp2(m - m_safe)
-    total = total * shrink + gl.sum(p, 1)
+    parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+    total *= gl.convert_layout(shrink, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None]
+    total += gl.convert_layout(parts, LANES, assert_trivial=True)
     return p, m_new, total, shrink
 
 

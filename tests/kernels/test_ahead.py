@@ -58,8 +58,8 @@ def test_what_is_wrong_is_said(change: dict, says: str) -> None:
 
 def test_versions_that_spill_more_are_named() -> None:
     kernel = GOOD | dict(spills=8)
-    assert not wrong("hopper/d64-causal/attention_forward", kernel, "3.8.1")
-    assert wrong("hopper/d64-causal/attention_forward", kernel, "3.6.0")
+    assert not wrong("hopper/d128-softcap/attention_forward", kernel, "3.9.1")
+    assert wrong("hopper/d128-softcap/attention_forward", kernel, "3.6.0")
     for more in SPILL_MORE.values():
         assert all(name in NAMED and size > MAY_SPILL.get(name, 0) for name, size in more.items())
     assert set(SPILL_MORE) <= set(versions.VERSIONS) and set(MAY_SPILL) <= set(NAMED)
