@@ -141,6 +141,8 @@ def _described(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
     like = torch.empty(0, dtype=dtype, device="meta")
     block = [1, 1, block_rows, block_columns]
+    text = repr(layout)  # which Triton asks for at every launch, and makes anew each time
+    layout = type("NVMMASharedLayout", (gl.NVMMASharedLayout,), {"__repr__": lambda _: text})(**vars(layout))
     return vars(TensorDescriptor(like, [batch, heads, rows, width], [*strides, 1], block, layout))
 
 
@@ -164,6 +166,18 @@ def without_padding(x: Tensor, mask: Mask, at: Segments) -> Tensor:
 def heads_together(streamed: int, group: int) -> int:
     """How many heads to work on at a time, so that what they stream, `streamed` bytes for each group, stays in the L2 cache."""
     return group * max(2, CACHE // max(1, streamed))
+
+
+def counters(device: torch.device) -> Tensor:
+    """Two zeros that a kernel counts with and leaves as zeros: a stream's own, as allocating and clearing takes a launch's time."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # what a graph uses has to be its own
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 @functools.cache
