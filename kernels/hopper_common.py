@@ -169,7 +169,7 @@ def heads_together(streamed: int, group: int) -> int:
 
 
 def counters(device: torch.device) -> Tensor:
-    """Two zeros that a kernel counts with and leaves as zeros: a stream's own, as allocating and clearing takes a launch's time."""
+    """Two zeros that a kernel counts with and leaves as zeros. Streams keep theirs: making them would cost a launch more."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # what a graph uses has to be its own
         return torch.zeros(2, dtype=torch.int32, device=device)
     return _counters(device, torch.cuda.current_stream(device).cuda_stream)

@@ -9,7 +9,6 @@ nobody has (`taken` counts), so programs end together whatever the mask; the nex
 tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -103,6 +103,7 @@ def _own_block(layout: Layout, rank: int) -> Step:
     return Step(slice(0, layout.local_length), at, [Piece(rank, slice(0, num_rows(at)), 0)], at)
 
 
+GRAIN = 16  # rows. Kernels are compiled for numbers that 16 divides and again for others; documents would bring any
 Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
 
 
@@ -165,11 +166,17 @@ def _visible_rows(layout: Layout, mask: Mask) -> dict[tuple[int, int, int, int],
     key_end = (highest.minimum(k_last) - k_start) // k_step + 1
     runs = torch.stack([first, end, key_first, key_end], -1).tolist()
     return {
-        (*reader, *owner): tuple(runs[a][b])
+        (*reader, *owner): _widened(runs[a][b], segments[a][2], segments[b][2])
         for a, reader in enumerate(names)
         for b, owner in enumerate(names)
         if reader[0] != owner[0] and runs[a][b][0] < runs[a][b][1] and runs[a][b][2] < runs[a][b][3]
     }
+
+
+def _widened(run: Run, num_queries: int, num_keys: int) -> Run:
+    """To multiples of GRAIN rows, where there are as many: the rows more are masked like others."""
+    first, end, key_first, key_end = (n // GRAIN * GRAIN for n in (run[0], run[1] + GRAIN - 1, run[2], run[3] + GRAIN - 1))
+    return first, min(end, num_queries), key_first, min(key_end, num_keys)
 
 
 def _first_row(count: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:

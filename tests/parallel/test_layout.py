@@ -9,7 +9,7 @@ from kernels import Mask
 from kernels.segments import positions
 from parallel import Layout
 from parallel.layout import KINDS, cut
-from parallel.plan import make_plan
+from parallel.plan import GRAIN, make_plan
 
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [
@@ -163,24 +163,25 @@ def test_plans_move_what_is_seen(kind: str, name: str, merged: bool) -> None:
                 assert any(plan.steps[index].pieces for plan in plans)  # else it would have been left out
 
 
-@pytest.mark.parametrize("window", [1, 2, 9, 17, 18, 40])
+@pytest.mark.parametrize("window", [1, 2, 17, 33, 65, 66, 160])
 def test_a_window_takes_its_neighbours_only(window: int) -> None:
-    """Contiguous: ⌈(w − 1) / n⌉ + 1 steps, and w − 1 keys; zigzag: the neighbour of each of two chunks."""
-    ranks, n = 8, 16
+    """Contiguous: ⌈(w − 1) / n⌉ + 1 steps, and w − 1 keys (in whole grains); zigzag: the neighbour of each of two chunks."""
+    ranks, n = 8, 64
+    keys = -(-(window - 1) // GRAIN) * GRAIN
     layout = Layout("contiguous", ranks * n, ranks)
     for rank in range(ranks):
         plan = make_plan(layout, Mask(causal=True, window=window), rank)
         assert len(plan.steps) == -(-(window - 1) // n) + 1
-        assert sum(step.num_keys for step in plan.steps[1:]) == min(window - 1, rank * n)
+        assert sum(step.num_keys for step in plan.steps[1:]) == min(keys, rank * n)
     if window <= n // 2 + 1:
         zigzag = Layout("zigzag", ranks * n, ranks)
         for rank in range(ranks):
             plan = make_plan(zigzag, Mask(causal=True, window=window), rank)
             taken = [(piece.rank, len(piece)) for step in plan.steps[1:] for piece in step.pieces]
             neighbours = [rank - 1] * (rank > 0) + [rank + 1] * (rank < ranks - 1)
-            assert sorted(taken) == [(r, window - 1) for r in neighbours] * (window > 1)
+            assert sorted(taken) == [(r, keys) for r in neighbours] * (window > 1)
             both = make_plan(zigzag, Mask(window=window), rank)  # two separate runs of a neighbour's rows, not all between
-            assert sum(step.num_keys for step in both.steps[1:]) <= 4 * (window - 1)
+            assert sum(step.num_keys for step in both.steps[1:]) <= 4 * keys
 
 
 def test_a_causal_zigzag_moves_half_blocks_backwards() -> None:
@@ -194,6 +195,19 @@ def test_a_causal_zigzag_moves_half_blocks_backwards() -> None:
         assert all(queries[r] == (slice(0, n) if r < rank else slice(n // 2, n)) for r in queries)
         merged = make_plan(Layout("zigzag", ranks * n, ranks), Mask(causal=True), rank, merged=True)
         assert len(merged.steps) == 2
+
+
+def test_documents_bring_no_numbers_that_kernels_were_not_compiled_for() -> None:
+    """Triton looks at which numbers 16 divides; those of a plan are such whatever the documents' lengths are."""
+    ids = torch.repeat_interleave(torch.arange(6), torch.tensor([37, 301, 5, 403, 129, 149]))
+    for kind, merged in itertools.product(("contiguous", "zigzag"), (False, True)):
+        layout = Layout(kind, 1024, 4)
+        for rank in range(4):
+            plan = make_plan(layout, Mask(causal=True, documents=ids), rank, merged)
+            assert len(plan.steps) > 1
+            for step in plan.steps:
+                numbers = [n for start, _, count in (*step.q_at, *step.k_at) for n in (start, count)]
+                assert all(n % 16 == 0 for n in numbers), (kind, rank, step)
 
 
 def test_what_only_a_device_knows_is_not_waited_for() -> None:
