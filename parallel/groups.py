@@ -46,7 +46,7 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
         if owner is not group or sibling is None:
             sibling = _new_sibling(group, device)
         hosts: list[str | None] = [None] * group.size()
-        dist.all_gather_object(hosts, _host(), group=group)
+        dist.all_gather_object(hosts, _host(device), group=group)
         # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
         for each in (group, sibling):
             dist.all_reduce(torch.zeros(1, device=device), group=each)
@@ -71,10 +71,16 @@ def _new_sibling(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
 
 
-def _host() -> str:
-    """The machine, even where containers share a name: its boot id."""
+def _host(device: torch.device) -> str:
+    """The machine, even where containers share a name: its boot id. A GPU that cannot reach others' memory is alone."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+            host = file.read().strip()
     except OSError:
-        return socket.gethostname()
+        host = socket.gethostname()
+    if device.type == "cuda":
+        mine = torch.cuda.current_device() if device.index is None else device.index
+        others = (other for other in range(torch.cuda.device_count()) if other != mine)
+        if not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
+            return f"{host}, GPU {mine}"
+    return host

@@ -38,11 +38,11 @@ TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
 MERGED = ("all_gather", "pull_all")  # one step for all other ranks
 PULLED = ("pull", "pull_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
-# and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where a result of
-# parallel.bench has it ahead.
+# and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
+# parallel.bench have it ahead: pull is, from 8k to 32k tokens a GPU, with and without GQA (docs/results/ring-*h200.json).
 AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
-    "one host": ((None, "p2p", "p2p"),),
+    "one host": ((None, "pull", "pull"),),
     "many hosts": ((None, "p2p", "p2p"),),
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
@@ -55,7 +55,7 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
     place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
     if name in PULLED and place != "one host":
-        needs = "needs CUDA" if place == "cpu" else "needs all ranks on one host"
+        needs = "needs CUDA" if place == "cpu" else "needs all ranks on one host, and GPUs that reach each other's memory"
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
         name = next(kinds[backward] for limit, *kinds in AUTO[place] if limit is None or nbytes <= limit)
