@@ -16,7 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from trainer import compose, rules
+from trainer import compose, rules, rundir
+
+from . import sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = "python -m launch"
@@ -37,17 +39,22 @@ def main(argv: list[str] | None = None) -> int:
         compose.fail(PROGRAM, error)
     given = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
     os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
-    for job in jobs:
-        compose.main(PROGRAM, __doc__, [*given, *job])  # ends here if something is wrong
+    configs = [compose.main(PROGRAM, __doc__, [*given, *job]).config for job in jobs]  # ends here if something is wrong
     del os.environ["WORLD_SIZE"]
     same = set.intersection(*map(set, jobs))
-    for number, job in enumerate(jobs, 1):
+    runs: list[tuple[str, Path]] = []
+    code, stopped = 0, False
+    for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
         if len(jobs) > 1:
-            print(f"\n[{number} of {len(jobs)}] {' '.join(text for text in job if text not in same)}", flush=True)
+            own = " ".join(text for text in job if text not in same)
+            print(f"\n[{number} of {len(jobs)}] {own}", flush=True)
+            runs.append((own, rundir.choose(config)))
         code, stopped = start([*given, *job], num_ranks)
         if code or stopped:  # who stops one job does not want the next
-            return code
-    return 0
+            break
+    if runs:
+        print(f"\n{sweep.table(runs)}", flush=True)
+    return code
 
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:

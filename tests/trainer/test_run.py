@@ -163,6 +163,12 @@ def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "[2 of 2]" in done.stdout
+    head, *table = done.stdout.splitlines()[-3:]
+    assert head.split() == ["held", "out", "loss", "tokens/s", "step"]
+    assert {line.split()[3] for line in table} == {"2"}  # steps
+    assert sorted(line[line.index("seed=") :].split()[0] for line in table) == ["seed=0", "seed=1"]
+    losses = [float(line.split()[0].replace("–", "inf")) for line in table]
+    assert losses == sorted(losses)
     assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
 
 

@@ -1,0 +1,50 @@
+"""What the runs of a sweep came to, side by side.
+
+held out   loss    tokens/s   step
+4.599      5.308      15.2k      3   seed=1 optim.lr=0.002   runs/tiny-512-fb5327
+4.655      5.425      16.2k      3   seed=1 optim.lr=0.001   runs/tiny-512-8dca65
+"""
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+LAST = 10  # steps that a loss is the mean of: one alone is noise
+
+
+def table(runs: list[tuple[str, Path]]) -> str:
+    """A line for each (what was different, folder), the best loss first."""
+    found = [(outcome(folder), label, folder) for label, folder in runs]
+    found.sort(key=lambda run: _first(run[0]["held_out"], run[0]["loss"], float("inf")))
+    lines = [f"{'held out':<11}{'loss':<8}{'tokens/s':>8}{'step':>7}"]
+    for its, label, folder in found:
+        cells = [_number(its["held_out"], 11), _number(its["loss"], 8), _thousands(its["tokens_per_s"]), f"{its['step']:>7}"]
+        lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}")
+    return "\n".join(lines)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """The last losses of a run, and its usual speed; None for what it has not."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
+    steps, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "held_out"))
+    return {
+        "step": steps[-1]["step"] if steps else 0,
+        "loss": statistics.fmean(line["loss"] for line in steps[-LAST:]) if steps else None,
+        "held_out": held_out[-1]["loss"] if held_out else None,
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in steps) if steps else None,
+    }
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _number(value: float | None, width: int) -> str:
+    return f"{'–' if value is None else format(value, '.3f'):<{width}}"
+
+
+def _thousands(value: float | None) -> str:
+    return f"{'–' if value is None else format(value / 1000, '.1f') + 'k':>8}"
