@@ -3,7 +3,7 @@
     out = attention(q, k, v, mask=Mask(causal=True))            q (B, S, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)
 
 It checks its arguments, picks a backend, and calls `block_forward` once, for the one block that is everything. A sink is
-the carry that this block starts from. Two custom ops, `ringspan::attention_forward` and `ringspan::attention_backward`, hold
+the carry that this block starts from. Two operators, `ringspan::attention_forward` and `ringspan::attention_backward`, hold
 the work, so that torch.compile(fullgraph=True) sees one call each way, and selective activation checkpointing can keep
 (out, lse) and never run attention twice. Nothing waits for the device.
 """
@@ -17,7 +17,7 @@ from .block import Carry
 from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
 from .checks import check_mask, check_options, check_qkv, check_sinks, check_tangents
 from .mask import Bounds, Mask
-from .operator import operator
+from .operators import operator
 from .reference import accumulation_dtype
 
 __all__ = ["BACKENDS", "attention"]

@@ -168,18 +168,6 @@ def heads_together(streamed: int, group: int) -> int:
     return group * max(2, CACHE // max(1, streamed))
 
 
-def counters(device: torch.device) -> Tensor:
-    """Two zeros that a kernel counts with and leaves as zeros. Streams keep theirs: making them would cost a launch more."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # what a graph uses has to be its own
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@functools.cache
-def _counters(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -9,6 +9,7 @@ nobody has (`taken` counts), so programs end together whatever the mask; the nex
 tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +26,6 @@ from .compat import tma_load, tma_store
 from .hopper_common import (
     WARPGROUP_ROWS,
     barriers,
-    counters,
     descriptor,
     fetchable,
     heads_together,
@@ -137,9 +137,6 @@ def produce(
         index = gl.num_programs(0) + gl.atomic_add(taken, 1)
         i += 1
     publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0))
-    if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves both counters as it found them
-        gl.store(taken, 0)
-        gl.store(taken + 1, 0)
     place = wait_free(kv_free, slots, STAGES)
     mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
     tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
@@ -339,7 +336,7 @@ def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launc
         lse_strides=lse.stride(),
         carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
         carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
-        taken=counters(q.device),
+        taken=torch.zeros((), dtype=torch.int32, device=q.device),
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=heads,

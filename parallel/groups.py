@@ -4,6 +4,7 @@ dK and dV travel on a communicator of their own, because messages of one communi
 queued before the next K/V would put its whole journey between two kernels.
 """
 
+import os
 import socket
 from datetime import timedelta
 from typing import NamedTuple
@@ -72,15 +73,18 @@ def _new_sibling(group: ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def _host(device: torch.device) -> str:
-    """The machine, even where containers share a name: its boot id. A GPU that cannot reach others' memory is alone."""
+    """Where memory can be shared: the machine, by its boot id even where containers share a name, and its processes.
+
+    A GPU that cannot reach the memory of all others that it sees, or sees no others, is on its own.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            host = file.read().strip()
+            host = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         host = socket.gethostname()
     if device.type == "cuda":
         mine = torch.cuda.current_device() if device.index is None else device.index
-        others = (other for other in range(torch.cuda.device_count()) if other != mine)
-        if not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
-            return f"{host}, GPU {mine}"
+        others = [other for other in range(torch.cuda.device_count()) if other != mine]
+        if not others or not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
+            return f"{host}, GPU of process {os.getpid()}"
     return host

@@ -18,7 +18,7 @@ from kernels.attention import cast_for_autocast, sink_carry, sink_gradient
 from kernels.blocks import choose_backend
 from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from kernels.mask import Bounds
-from kernels.operator import operator
+from kernels.operators import operator
 from kernels.reference import accumulation_dtype
 
 from . import progress

@@ -103,7 +103,7 @@ def _own_block(layout: Layout, rank: int) -> Step:
     return Step(slice(0, layout.local_length), at, [Piece(rank, slice(0, num_rows(at)), 0)], at)
 
 
-GRAIN = 16  # rows. Kernels are compiled for numbers that 16 divides and again for others; documents would bring any
+GRAIN = 16  # rows. Kernels are compiled again for numbers that 16 does not divide, and documents end anywhere
 Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
 
 
@@ -174,7 +174,7 @@ def _visible_rows(layout: Layout, mask: Mask) -> dict[tuple[int, int, int, int],
 
 
 def _widened(run: Run, num_queries: int, num_keys: int) -> Run:
-    """To multiples of GRAIN rows, where there are as many: the rows more are masked like others."""
+    """To multiples of GRAIN rows, where there are as many; the mask hides the extra rows."""
     first, end, key_first, key_end = (n // GRAIN * GRAIN for n in (run[0], run[1] + GRAIN - 1, run[2], run[3] + GRAIN - 1))
     return first, min(end, num_queries), key_first, min(key_end, num_keys)
 

@@ -42,6 +42,7 @@ class Shown:
         """As much on every rank, made by all of them together when it has to grow."""
         if use not in self.memory or self.memory[use][0].numel() < nbytes:
             settle(device)  # the old one may still be read here; the rendezvous waits until it is nowhere
+            torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all that is left
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             self.memory[use] = memory, symmetric_memory.rendezvous(memory, self.group)
 

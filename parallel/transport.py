@@ -39,11 +39,13 @@ MERGED = ("all_gather", "pull_all")  # one step for all other ranks
 PULLED = ("pull", "pull_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
 # and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
-# parallel.bench have it ahead: pull is, from 8k to 32k tokens a GPU, with and without GQA (docs/results/ring-*h200.json).
+# parallel.bench have it ahead. On one host pull is, for a forward and its backward, from 8k to 32k tokens a GPU, with and
+# without GQA (docs/results/ring-2*-h200.json; ring-h200.json has it ahead on four GPUs, though not in a forward alone at 8k).
 AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
     "one host": ((None, "pull", "pull"),),
     "many hosts": ((None, "p2p", "p2p"),),
+    "AMD": ((None, "p2p", "p2p"),),  # where nobody has tried to pull
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
@@ -58,6 +60,7 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
         needs = "needs CUDA" if place == "cpu" else "needs all ranks on one host, and GPUs that reach each other's memory"
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
+        place = "AMD" if torch.version.hip and place != "cpu" else place
         name = next(kinds[backward] for limit, *kinds in AUTO[place] if limit is None or nbytes <= limit)
         if os.environ.get("RINGSPAN_LOG") == "1":
             _say_once("backward" if backward else "forward", nbytes, name, place)

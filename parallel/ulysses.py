@@ -4,7 +4,7 @@
 
 A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
 heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The
-exchange is one custom op, whose backward is the exchange the other way.
+exchange is one operator, whose backward is the exchange the other way.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.operator import operator
+from kernels.operators import operator
 
 from . import progress
 from .agree import FIRST, agree

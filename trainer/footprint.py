@@ -89,6 +89,9 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
         checkpoints = inputs * (2 if engine.offload_activations else model.layers)
         checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
+    kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
+    if ring > 1 and gpu:
+        always["K, V and gradients shown to other ranks"] = shown(n * ulysses, kv_heads, 2 * width, ring, b)
 
     base = list(always)
     always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
@@ -102,8 +105,8 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
     backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
-        backward_attention += on_their_way(config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b)
+        way = (config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b)
+        backward_attention += on_their_way(*way, pulled=gpu)
     if ulysses > 1:
         backward_attention += b * n * (2 * heads + 2 * kv)
     weight_gradients = b * layer if engine.zero else 0
@@ -131,17 +134,31 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     return found
 
 
-def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: int) -> float:
+def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: int, pulled: bool = False) -> float:
     """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
 
     `rows` counts those of all sequences of the batch. Messages go straight out of one sequence's K/V; several are copied first.
+    Where blocks are pulled, what goes out is `shown` in memory that is always there.
     """
     numbers = rows * heads * width
-    blocks = min(2, ring - 1) + (batch > 1)  # in use and coming in, and what is shown to others
-    most = 4 if 4 * numbers > PART_BYTES else 1
-    parts = max(n for n in (1, 2, 4) if heads % n == 0 and n <= most)
+    blocks = min(2, ring - 1) + (batch > 1 and not pulled)  # in use and coming in, and what others take
+    parts = _parts(numbers, heads)
     sums = min(5, 2 * parts * (ring - 1))  # of dK/dV in fp32: three parts that go out and two that come in
+    if pulled:
+        sums = min(2, parts * (ring - 1))
     return blocks * b * numbers + sums * 4 * numbers / parts
+
+
+def shown(rows: int, heads: int, width: int, ring: int, b: int) -> float:
+    """A copy of K/V and two parts of dK/dV, in the memory that the GPUs of a host pull from."""
+    numbers = rows * heads * width
+    parts = _parts(numbers, heads)
+    return b * numbers + min(2, parts * (ring - 1)) * 4 * numbers / parts
+
+
+def _parts(numbers: int, heads: int) -> int:
+    most = 4 if 4 * numbers > PART_BYTES else 1
+    return max(n for n in (1, 2, 4) if heads % n == 0 and n <= most)
 
 
 def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:

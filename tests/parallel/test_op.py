@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import Mask
-from parallel import Layout
+from parallel import Layout, groups
 from parallel.groups import Pair
 from parallel.messages import Messages
 from parallel.packed import new_rows
@@ -93,7 +93,7 @@ def test_auto_chooses_from_a_table() -> None:
     for nbytes in (0, 2**20, 2**33):
         assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
         for backward in (False, True):
-            assert choose_transport("auto", pair, cuda, nbytes, backward) in TRANSPORTS[1:]
+            assert choose_transport("auto", pair, cuda, nbytes, backward) == "pull"
             assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes, backward) not in PULLED
     for name in PULLED:
         assert choose_transport(name, pair, cuda, 0) == name  # forced
@@ -105,6 +105,26 @@ def test_auto_chooses_from_a_table() -> None:
         limits = [limit for limit, *_ in table]
         assert all(set(kinds) <= set(TRANSPORTS[1:]) and len(kinds) == 2 for _, *kinds in table)
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
+
+
+def test_auto_does_not_pull_where_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choose_transport("auto", SimpleNamespace(one_host=True), torch.device("cuda"), 2**20) == "p2p"
+
+
+@pytest.mark.parametrize("gpus, reach, shared", [(2, True, True), (2, False, False), (1, True, False)])
+def test_gpus_that_do_not_reach_each_other_share_no_host(
+    gpus: int, reach: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a rank that sees its own GPU only: it cannot know, and two of them may both be number 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reach)
+    hosts = []
+    for rank in range(2):
+        monkeypatch.setattr("os.getpid", lambda rank=rank: 100 + rank)
+        hosts.append(groups._host(torch.device("cuda", rank % gpus)))
+    assert (hosts[0] == hosts[1]) is shared
+    assert groups._host(torch.device("cpu")) == groups._host(torch.device("cpu"))
 
 
 def test_auto_says_what_it_chose_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import Mask
-from parallel import Layout, transport
+from parallel import Layout, pull, transport
 from parallel.groups import Pair
 from parallel.messages import Messages
 from parallel.plan import make_plan
@@ -199,6 +200,31 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
     planned = 3 * q.nbytes + footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     end = 2 * k.nbytes if ring == 2 else 0  # a ring of two has the most when dk and dv are made, at its end
     assert planned <= found <= 1.01 * (planned + end)
+
+
+@pytest.mark.parametrize("ring, batch, part_bytes", [(2, 1, 2**28), (4, 1, 2**28), (4, 2, 1)])
+def test_what_is_shown_is_what_a_pull_makes_room_for(
+    ring: int, batch: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint_module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
+    monkeypatch.setattr("parallel.ring.block_backward", lambda *_, **__: None)
+    room: dict[str, int] = {}
+    shown = SimpleNamespace(
+        read=False,
+        make_room=lambda use, nbytes, _: room.update({use: max(nbytes, room.get(use, 0))}),
+        rows=lambda use, rank, first, shape, dtype, begin=0: torch.empty(shape, dtype=dtype),
+        barrier=lambda *_: None,
+    )
+    monkeypatch.setattr(pull, "shown_by", lambda _: shown)
+    monkeypatch.setattr(pull, "copy_beside", lambda *_: lambda: None)
+    rows, heads, width = 256, 4, 32
+    plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
+    pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
+    q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
+    options = dict(mask=Mask(), mover=pull.Pull(pair, plan, torch.device("cpu")), head_start=0, backend="chunked")
+    ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options)
+    assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4)
 
 
 @pytest.mark.slow
