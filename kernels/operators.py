@@ -30,7 +30,7 @@ def operator(
 
     def made(run: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(run).parameters.values()
-        assert all(p.default is p.empty and "list[Tensor]" not in str(p.annotation) for p in parameters), name
+        assert all(p.default is p.empty and "Tensor]" not in str(p.annotation) for p in parameters), name
         full = f"ringspan::{name}"
         schema = torch.library.infer_schema(run, mutates_args=())
         torch.library.define(full, schema, tags=(torch.Tag.pt2_compliant_tag,))

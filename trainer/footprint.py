@@ -143,9 +143,8 @@ def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: in
     numbers = rows * heads * width
     blocks = min(2, ring - 1) + (batch > 1 and not pulled)  # in use and coming in, and what others take
     parts = _parts(numbers, heads)
-    sums = min(5, 2 * parts * (ring - 1))  # of dK/dV in fp32: three parts that go out and two that come in
-    if pulled:
-        sums = min(2, parts * (ring - 1))
+    sent = parts * (ring - 1)
+    sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
     return blocks * b * numbers + sums * 4 * numbers / parts
 
 
