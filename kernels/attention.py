@@ -8,6 +8,7 @@ the work, so that torch.compile(fullgraph=True) sees one call each way, and sele
 (out, lse) and never run attention twice. Nothing waits for the device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,47 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
+Operator = Callable[[Callable[..., Any]], Callable[..., Any]]  # what makes one of a function
+
+
+def differentiable(name: str, backward: Callable[[], Callable[..., Any]]) -> Operator:
+    """An attention as an operator: run(q, k, v, *tensors, sinks, seed, numbers, factors, names) → (out, lse).
+
+    What is called `backward()` gives its gradients: it takes (dout, dlse, out, lse) and all that the forward takes.
+    """
+
+    def shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        batch, rows, heads = q.shape[:3]
+        lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
+        return q.new_empty((batch, rows, heads, v.shape[-1])), lse
+
+    def save(ctx: Any, given: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, numbers, factors, names = given
+        ctx.rest = numbers, factors, names
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v, *others = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dsinks = backward()(dout, dlse, out, lse, q, k, v, *others, *ctx.rest)
+        *tensors, sinks, _seed = others
+        return dq, dk, dv, *[None] * len(tensors), None if sinks is None else dsinks, None, *[None] * len(ctx.rest)
+
+    return operator(name, fake=shapes, save=save, differentiate=differentiate)
+
+
+def derivative(name: str) -> Operator:
+    """The backward of one: (dq, dk, dv, dsinks), the last empty without sinks."""
+
+    def shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        *tensors, sinks, _seed, _numbers, _factors, _names = given
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3])
+        return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+    return operator(name, fake=shapes)
+
+
 def _call(*given: Any) -> tuple[Mask, dict[str, Any]]:
     """What an op's arguments mean: the mask, and the options of the block functions."""
     starts, ends, prefix, seed, (left, right, padded, deterministic), (scale, softcap, dropout), backend = given
@@ -84,27 +126,7 @@ def _call(*given: Any) -> tuple[Mask, dict[str, Any]]:
     return mask, options | dict(deterministic=bool(deterministic))
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    batch, rows, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.numbers, ctx.factors, ctx.backend = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, *rest = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.backend)
-    *_, sinks, _ = rest
-    return dq, dk, dv, *[None] * 3, None if sinks is None else dsinks, *[None] * 4
-
-
-@operator("attention_forward", fake=_outputs, save=_save, differentiate=_differentiate)
+@differentiable("attention_forward", lambda: attention_backward)
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -123,15 +145,7 @@ def attention_forward(
     return block_forward(q, k, v, mask, carry=carry, **options)
 
 
-def _gradients(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = given[3]
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
-
-
-@operator("attention_backward", fake=_gradients)
+@derivative("attention_backward")
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -46,7 +46,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tangents(**inputs: Any) -> None:
-    """A custom op lets no tangent through, and says nothing about it: what comes out would have none, which reads as 0."""
+    """An operator lets no tangent through, and says nothing about it: what comes out would have none, which reads as 0."""
     if torch.compiler.is_compiling():  # whose tracer need not know forward mode
         return
     for name, x in inputs.items():

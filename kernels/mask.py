@@ -24,7 +24,7 @@ SENTINEL = -1  # "no left" or "no right" in Bounds
 
 
 class Bounds(NamedTuple):
-    """A mask as custom ops and kernels take it: three numbers and three small tensors, on the device of q."""
+    """A mask as operators and kernels take it: three numbers and three small tensors, on the device of q."""
 
     left: int  # SENTINEL: unbounded
     right: int  # SENTINEL: unbounded; 0 when causal
@@ -90,8 +90,8 @@ class Mask:
 
     @classmethod
     def from_bounds(cls, bounds: Bounds) -> "Mask":
-        """The other way: inside a custom op a mask arrives as its numbers."""
-        mask = cls.__new__(cls)  # __init__ would take a tenth of a call's time to work out what is known
+        """The other way: inside an operator a mask arrives as its numbers."""
+        mask = cls.__new__(cls)  # __init__ would work out what is known, in every call
         mask.causal, mask.window, mask.documents, mask.prefix = False, None, None, None
         mask._bounds, mask._elsewhere = bounds, {}
         return mask

@@ -5,11 +5,13 @@ held out   loss    tokens/s   step
 4.655      5.425      16.2k      3   seed=1 optim.lr=0.001   runs/tiny-512-8dca65
 """
 
-import json
+import contextlib
 import os
 import statistics
 from pathlib import Path
 from typing import Any
+
+from trainer import rundir
 
 LAST = 10  # steps that a loss is the mean of: one alone is noise
 
@@ -27,9 +29,11 @@ def table(runs: list[tuple[str, Path]]) -> str:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """The last losses of a run, and its usual speed; None for what it has not."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.is_file() else []
-    steps, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "held_out"))
+    found: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
+    with contextlib.suppress(OSError, ValueError):  # it never began, or was killed while it wrote
+        for line in rundir.lines(folder / "metrics.jsonl"):
+            found.setdefault(line["kind"], []).append(line)
+    steps, held_out = found["train"], found["held_out"]
     return {
         "step": steps[-1]["step"] if steps else 0,
         "loss": statistics.fmean(line["loss"] for line in steps[-LAST:]) if steps else None,

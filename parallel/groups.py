@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
     group: ProcessGroup
     gradients: ProcessGroup
-    one_host: bool
+    one_host: bool  # with GPUs that reach each other's memory
     ranks: list[int]  # in the whole job
     seconds: float  # the time limit
 

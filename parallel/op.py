@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kernels import Mask
-from kernels.attention import cast_for_autocast, sink_carry, sink_gradient
+from kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
 from kernels.blocks import choose_backend
 from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from kernels.mask import Bounds
-from kernels.operators import operator
-from kernels.reference import accumulation_dtype
 
 from . import progress
 from .agree import agree, refuse
@@ -191,27 +189,7 @@ class Call:
             progress.expect(f"ranks {others}", self.pair.seconds)
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    batch, rows, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((batch, rows, heads, v.shape[-1])), lse
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.numbers, ctx.factors, ctx.names = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, *rest = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = backward_op(dout, dlse, out, *rest, ctx.numbers, ctx.factors, ctx.names)
-    *_, sinks, _ = rest
-    return dq, dk, dv, *[None] * 6, None if sinks is None else dsinks, *[None] * 4
-
-
-@operator("ring_forward", fake=_outputs, save=_save, differentiate=_differentiate)
+@differentiable("ring_forward", lambda: backward_op)
 def forward_op(
     q: Tensor,
     k: Tensor,
@@ -236,15 +214,7 @@ def forward_op(
     return out, lse
 
 
-def _gradients(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    sinks = given[6]
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
-
-
-@operator("ring_backward", fake=_gradients)
+@derivative("ring_backward")
 def backward_op(
     dout: Tensor,
     dlse: Tensor | None,

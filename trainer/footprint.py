@@ -90,7 +90,7 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
         checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
-    if ring > 1 and gpu:
+    if ring > 1 and gpu:  # pulled, as on one host; over several there is a little less
         always["K, V and gradients shown to other ranks"] = shown(n * ulysses, kv_heads, 2 * width, ring, b)
 
     base = list(always)
@@ -105,8 +105,7 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
     backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        way = (config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b)
-        backward_attention += on_their_way(*way, pulled=gpu)
+        backward_attention += on_their_way(config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b, pulled=gpu)
     if ulysses > 1:
         backward_attention += b * n * (2 * heads + 2 * kv)
     weight_gradients = b * layer if engine.zero else 0

@@ -60,8 +60,8 @@ def read(folder: Path) -> Recorded:
     missing = [name for name in ("config.yaml", "starts.jsonl", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder}: there is no {', '.join(missing)}: give the folder of a run, such as runs/NAME")
-    starts = _lines(folder / "starts.jsonl")
-    steps = [line for line in _lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+    starts = list(rundir.lines(folder / "starts.jsonl"))
+    steps = [line for line in rundir.lines(folder / "metrics.jsonl") if line["kind"] == "train"]
     if wild := [step["step"] for step in steps if not math.isfinite(step["loss"])]:
         raise ValueError(f"{folder}: the loss of step {wild[0]} is not finite, and there is no curve to tell of: run it anew")
     for start in reversed(starts):  # a run that was over and is started again adds a start, and no step
@@ -69,16 +69,6 @@ def read(folder: Path) -> Recorded:
         if since := [step for step in steps if step["time"] >= began]:
             return Recorded(folder.resolve().name, folder, rundir.config_of(folder), start, since, steps)
     raise ValueError(f"{folder}: this run has not finished a step: let it run on")
-
-
-def _lines(path: Path) -> list[Row]:
-    found = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            raise ValueError(f"{path}: line {number} is cut short: let the run go on, or delete that line") from None
-    return found
 
 
 def measure(run: Recorded, skip: int) -> Row:

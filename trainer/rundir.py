@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
@@ -59,6 +60,15 @@ def config_of(folder: Path) -> Config:
         raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {said}") from None
     assert isinstance(config, Config)
     return config
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Of metrics.jsonl or starts.jsonl."""
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            yield json.loads(text)
+        except ValueError:
+            raise ValueError(f"{path}: line {number} is cut short: let the run go on, or delete that line") from None
 
 
 def enter(composed: Composed) -> tuple[Path, IO[str]]:

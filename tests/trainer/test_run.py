@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch import sweep
 from launch.__main__ import workers
 from tests.trainer import jobs
 from tests.trainer.test_resume import lines
@@ -170,6 +171,19 @@ def test_launch_starts_ranks_forwards_signals_and_sweeps(tmp_path: Path) -> None
     losses = [float(line.split()[0].replace("–", "inf")) for line in table]
     assert losses == sorted(losses)
     assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
+
+
+def test_a_sweep_tells_of_runs_that_were_killed_or_never_began(tmp_path: Path) -> None:
+    for name, losses, end in (("good", (3.0, 2.0), ""), ("killed", (1.5,), '{"kind": "tra')):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(dict(kind="train", step=i, loss=x, tokens_per_s=2000.0)) for i, x in enumerate(losses, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n" + end)
+    table = sweep.table([(f"name={name}", tmp_path / name) for name in ("never", "good", "killed")]).splitlines()
+    assert [line.split()[:5] for line in table[1:]] == [
+        ["–", "1.500", "2.0k", "1", "name=killed"],
+        ["–", "2.500", "2.0k", "2", "name=good"],
+        ["–", "–", "–", "0", "name=never"],
+    ]
 
 
 def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
