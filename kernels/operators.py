@@ -6,8 +6,12 @@
 `torch.library.custom_op` would do, but with gradients a call through it takes twice as long: it lists the schema's arguments
 again for each argument, to fill in defaults that ours do not have. A kernel of 300 µs cannot hide that. What it does beside,
 ours do without: arguments with defaults, lists of tensors, a check that no output is an input, and reloading the module.
+
+The dispatcher takes as long as all the rest. Where nobody listens (no compiler, no mode such as checkpointing's, no
+torch.func, no profiler) and the tensors are ordinary, a call goes straight to the function.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -36,19 +40,46 @@ def operator(
         torch.library.define(full, schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(full, "default", torch._disable_dynamo(run))
         torch.library.register_fake(full, fake)
-        call = getattr(torch.ops.ringspan, name).default
-        torch.library.impl(full, "Autograd", _autograd(call, save, differentiate))
+        dispatched = getattr(torch.ops.ringspan, name).default
+
+        def below(*given: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return dispatched(*given)
+
+        torch.library.impl(full, "Autograd", _with_gradients(full, below, save, differentiate))
+        straight = _with_gradients(full, run, save, differentiate)
+
+        @functools.wraps(run)
+        def call(*given: Any) -> Any:
+            return straight(*given) if _nobody_listens(given) else dispatched(*given)
+
         return call
 
     return made
 
 
-def _autograd(call: Callable[..., Any], save: Callable[..., None] | None, differentiate: Callable[..., Any] | None) -> Any:
-    """What the dispatcher does first, with gradients or without."""
+def _nobody_listens(given: tuple[Any, ...]) -> bool:
+    """The first given is a tensor."""
+    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+        return False
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    if modes or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    ordinary = _keys_of_a_new_tensor(given[0].device.type)  # a subclass or a batch has others
+    return all(torch._C._dispatch_keys(x) == ordinary for x in given if isinstance(x, torch.Tensor))
 
-    def below(*given: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(*given)
+
+@functools.cache
+def _keys_of_a_new_tensor(device: str) -> Any:
+    """None where the work is another, on meta tensors."""
+    with torch.inference_mode(False):
+        return None if device == "meta" else torch._C._dispatch_keys(torch.empty(0, device=device))
+
+
+def _with_gradients(
+    name: str, below: Callable[..., Any], save: Callable[..., None] | None, differentiate: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """A call of what is below, recorded for autograd if an argument needs a gradient."""
 
     def forward(ctx: Any, *given: Any) -> Any:
         output = below(*given)
@@ -58,10 +89,10 @@ def _autograd(call: Callable[..., Any], save: Callable[..., None] | None, differ
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         if differentiate is None:
-            raise RuntimeError(f"{call} has no derivative of its own: leave out create_graph=True")
+            raise RuntimeError(f"{name} has no derivative of its own: leave out create_graph=True")
         return differentiate(ctx, *gradients)
 
-    recorded = type(f"{call}", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply
+    recorded = type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}).apply
 
     def choose(*given: Any) -> Any:
         differentiable = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
