@@ -54,7 +54,33 @@ def attention(result: Result) -> str:
             else:
                 cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\n" + _origin(result)
+    return "\n".join([*lines, *_each_tile(result)]) + "\n\n" + _origin(result)
+
+
+def _each_tile(result: Result) -> list[str]:
+    """What a visible tile costs under windows and documents, beside plain causal: whether time goes by what is seen."""
+    shapes = {shape["name"]: shape for shape in result["shapes"]}
+    lines = []
+    for row in result["rows"]:
+        if not (row["ours"] and row["status"] == "ok" and "tiles" in row):
+            continue
+        shape = shapes[row["shape"]]
+        plain = dict(batch=1, causal=True, window=None, documents=None, head_dim=shape["head_dim"])
+        others = [
+            other
+            for other in result["rows"]
+            if other["kernel"] == row["kernel"] and plain.items() <= shapes[other["shape"]].items() and other["status"] == "ok"
+        ]
+        if not (shape["window"] or shape["documents"]) or not others:
+            continue
+        beside = max(others, key=lambda other: other["tiles"])
+        ratio = [row[way] / row["tiles"] / (beside[way] / beside["tiles"]) for way in ("forward_ms", "backward_ms")]
+        cells = [row["label"], row["shape"], f"{row['tiles']:,}", f"{ratio[0]:.2f} / {ratio[1]:.2f}", beside["shape"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return []
+    head = "| | | visible tiles of 128 × 128 | time of each, forward / backward | as a multiple of what it is in |"
+    return ["", head, "|---|---|--:|--:|---|", *lines]
 
 
 def tiles(result: Result) -> str:

@@ -45,7 +45,7 @@ def attention(
     stands at the last key. `sinks` (Hq,) are scores of a key whose value is 0. Dropout is Philox of the coordinates, so a
     seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
     its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which all backends but hopper always give;
-    there triton's backward stands in, which is slower.
+    there the backward takes longer.
     """
     q, k, v = cast_for_autocast(q, k, v)
     check_qkv(q, k, v)

@@ -142,6 +142,7 @@ def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.d
     rows: list[Row] = []
     for name in names:
         row: Row = {"shape": shape.name, "kernel": name, "label": table[name].label, "ours": name in BACKENDS, "note": ""}
+        row["tiles"] = shape.tiles()
         rows.append(row | attempt(check, table[name].run, inputs, dout, truths, shape))
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -212,6 +213,10 @@ def report(shape: Shape, rows: list[Row]) -> str:
     for title, others in (("the best rival", rivals), ("FlexAttention", [row for row in rivals if row["kernel"] == "flex"])):
         if ours and others:
             lines.append(f"  ours of {title}: " + ", ".join(_share(f"{way}_tflops", ours, others) for way in WAYS))
+    if ours:
+        row = max(ours, key=lambda row: row["both_tflops"])
+        each = ", ".join(f"{way} {1e6 * row[f'{way}_ms'] / row['tiles']:.3g} ns" for way in ("forward", "backward"))
+        lines.append(f"  each of {row['tiles']:,} visible tiles of 128 × 128: {each} ({row['kernel']})")
     return "\n".join(lines)
 
 

@@ -36,6 +36,7 @@ class Block:
     softcap: float = 0.0  # 0: none
     dropout: float = 0.0
     seed: Tensor | None = None  # where q is; None without dropout
+    deterministic: bool = False  # gradients are to be bit-equal in every run
 
     @property
     def is_one_run(self) -> bool:

@@ -91,10 +91,6 @@ def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
     return f"takes scales from 1e-30 on, not {scale}" if scale < 1e-30 else None
 
 
-def _hopper_backward_obstacle(deterministic: bool) -> str | None:
-    return "adds up dq in no fixed order, and deterministic=True asks for one" if deterministic else None
-
-
 def _say(backend: str, reason: str) -> str:
     if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
         _say_once(backend, reason)
@@ -213,7 +209,7 @@ def block_backward(
 
     With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
     dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
-    for sums in a fixed order, which all backends have but hopper, whose place triton then takes.
+    for sums in a fixed order, which all backends have but hopper, where it takes some time.
     """
     if not (isinstance(accumulate, bool) or accumulate == "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
@@ -228,13 +224,10 @@ def block_backward(
 
     at = _once((_forms((q, k, v, *gradients)), accumulate, segments), check)
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
+    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options, deterministic)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
-    chosen = choose_backend(backend, q, v, scale=block.scale, dropout=dropout)
-    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle(deterministic)):
-        chosen = _say("triton", f"hopper's backward {obstacle}")
-    run = _module(chosen, backward=True)
+    run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
     if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
         dk.zero_()
         dv.zero_()

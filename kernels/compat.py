@@ -13,12 +13,14 @@ import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Gluon changed names in 3.8 (loads and stores) and 3.7 (barrier); TMA additions have a function from 3.8 on.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add

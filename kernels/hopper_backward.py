@@ -13,8 +13,8 @@ key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 Of 128 keys a consumer takes 64. Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a
 consumer half of the columns; both work out the same scores, which costs two products more and saves them a meeting.
 
-Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in no fixed order,
-so a deterministic backward is the portable kernel's.
+Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
+programs come by; in a deterministic backward they take turns (hopper_dq.py).
 """
 
 from collections.abc import Iterator
@@ -58,6 +58,7 @@ from .triton_common import (
     position,
     queries_of,
     row_count,
+    rows_below,
     rule_arguments,
     tile_range,
 )
@@ -65,7 +66,7 @@ from .triton_common import (
 
 @gluon.jit(**ANY_SIZE)
 def attention_backward(
-    dout, q, k, v, dq, lse, delta, dk, dv, lse_strides, delta_strides, dk_strides, dv_strides,
+    dout, q, k, v, dq, lse, delta, dk, dv, done, lse_strides, delta_strides, dk_strides, dv_strides, done_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
@@ -104,6 +105,11 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
+    order = (None, None, None, None)
+    if done is not None:  # where the program of the keys before has come by
+        _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
+        before_end = gl.where(turn > 0, rows_below(before_hi + 1, q_at), 0)
+        order = (done + b.to(gl.int64) * done_strides[0], done_strides[1], turn, before_end)
     consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows)
     keys = (b, kv_head, first_key, begin, end)
     gradients = (dk, dv, dk_strides, dv_strides)
@@ -124,7 +130,7 @@ def attention_backward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, b, begin, end, scale * 2.0**-BIAS,
+            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, order, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
@@ -353,6 +359,11 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     # through shared memory, where there is room, and what is written replaces what was there
     staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     staged &= GRADIENTS_LEAVE_BY_TMA
+    together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
+    done = None
+    if block.deterministic:  # then all heads at once: the fewer programs of one are at work, the less they wait for each other
+        together = num_sequences
+        done = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
     arguments = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
@@ -361,16 +372,18 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         dq=descriptor(dq, q_rows, 64, tiles["DQ_WIDTH"]),
         lse=lse,
         delta=delta,
+        done=done,
         dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
         dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
         lse_strides=lse.stride(),
         delta_strides=delta.stride(),
         dk_strides=dk.stride()[:3],
         dv_strides=dv.stride()[:3],
+        done_strides=None if done is None else done.stride()[:2],
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=kv_heads,
-        together=min(num_sequences, heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)),
+        together=min(num_sequences, together),
         D=width,
         DV=v_width,
         GROUP=group,

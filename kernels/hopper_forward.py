@@ -33,6 +33,7 @@ from .hopper_common import (
     num_programs,
     publish,
     receive,
+    scale_rows,
     wait_free,
     wait_full,
     whereabouts,
@@ -53,6 +54,7 @@ from .triton_common import (
 )
 from .triton_forward import forward_launches
 
+GROWTH = gl.constexpr(8.0)  # how far, as a power of two: weights stay below 256, which fp16 can hold too
 # of (row, part): the four threads that share a row have a part each
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
@@ -154,7 +156,6 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
@@ -190,7 +191,7 @@ def consume(
             place = wait_full(kv_full, slots, STAGES)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(kv_free.index(before), count=1)
-            acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
+            acc = scale_rows(acc, shrink)
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
         mbarrier.arrive(q_free.index(q_place), count=1)
         # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
@@ -286,6 +287,9 @@ def softmax(
 
     A reduction takes one number after another into the same register, each waiting for the one before. So the maximum begins
     with four at a time, and of the sum, which nothing waits for, each thread keeps its own part to the end.
+
+    m follows the maximum only when that is far above it, which it seldom is after the first tiles. Till then weights above 1
+    are as exact as those below, and what was added up needs no scaling.
     """
     s, factor = exponents(s, scale, softcap, False)
     if split:
@@ -299,9 +303,11 @@ def softmax(
         left, right = quarter.reshape([64, 2, quarter.shape[1] // 2]).permute((0, 2, 1)).split()
         quarter = gl.maximum(left, right)
     m_new = gl.maximum(m, gl.convert_layout(gl.max(quarter, 1), m.type.layout, assert_trivial=True) * factor)
+    grown = m_new > m + GROWTH
+    m_new = gl.where(grown, m_new, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
-    shrink = gl.exp2(m - m_safe)
+    shrink = gl.where(grown, gl.exp2(m - m_safe), 1.0)
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     total *= gl.convert_layout(shrink, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None]
     total += gl.convert_layout(parts, LANES, assert_trivial=True)

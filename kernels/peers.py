@@ -56,6 +56,13 @@ class Shape:
         """Of the forward: two products. The backward has five, 2.5 times as much (what it recomputes is counted)."""
         return 4 * self.batch * self.heads * self.pairs() * self.head_dim
 
+    def tiles(self, size: int = 128) -> int:
+        """Tiles of size × size that hold a visible pair, over all heads and sequences: what no tiled kernel can leave out."""
+        lo, hi = mask_of(self).interval(torch.arange(self.length), self.length)
+        first = torch.stack([rows.min() // size for rows in lo.split(size)])
+        last = torch.stack([rows.max() // size for rows in hi.split(size)])
+        return self.batch * self.heads * int((last - first + 1).sum())
+
     def document_ids(self, device: torch.device) -> Tensor | None:
         """(S,) or None."""
         if not self.documents:

@@ -32,11 +32,12 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d192-128": (192, 128, torch.bfloat16, 8, 2, {}),
     "d128-ring": (128, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
+    "d128-ordered": (128, 128, torch.bfloat16, 8, 2, dict(deterministic=True)),
     "d128-dropout": (128, 128, torch.float16, 8, 8, dict(dropout=0.1)),
 }
 EVERYWHERE = ("d128-causal", "d64-causal")
-ON_HOPPER = tuple(CONFIGURATIONS)
-GLUON = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap")
+ON_HOPPER = tuple(name for name in CONFIGURATIONS if name != "d128-ordered")  # portable kernels are always ordered
+GLUON = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap", "d128-ordered")
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
 NAMED = [
@@ -68,6 +69,7 @@ MAY_SPILL = {
     "hopper/d128-ring/attention_forward": 40,
     "hopper/d128-ring/attention_backward": 48,
     "hopper/d128-softcap/attention_backward": 352,
+    "hopper/d128-ordered/attention_backward": 40,
 }
 # What these versions' compilers spill instead, as measured. What that costs in speed has not been: no GPU ran them.
 SPILL_MORE = {
@@ -93,6 +95,7 @@ SPILL_MORE = {
         "hopper/d192-128/attention_forward": 48,
         "hopper/d128-softcap/attention_forward": 32,
         "hopper/d128-causal/attention_backward": 88,
+        "hopper/d128-ordered/attention_backward": 88,
         "hopper/d128-ring/attention_backward": 96,
     },
 }
@@ -112,6 +115,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     dropout = options.get("dropout", 0.0)
     seed = empty(dtype=torch.int64) if dropout else None
     numbers = dict(scale=width**-0.5, softcap=options.get("softcap", 0.0), dropout=dropout, seed=seed)
+    numbers |= dict(deterministic=options.get("deterministic", False))
     block = Block(q, k, v, options.get("mask", Mask(causal=True)), at, at, **numbers)
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
     yield from forward_launches(block, carry, out, lse, forward)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from . import compat as versions
-from .ahead import CONFIGURATIONS, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, wrong
+from .ahead import CONFIGURATIONS, GLUON, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, wrong
 
 SHARES = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # about as long each
 
@@ -29,7 +29,7 @@ def compiled() -> dict[str, dict]:
 
 
 def test_the_list_is_complete(compiled: dict[str, dict]) -> None:
-    assert sorted(compiled) == sorted(NAMED) and set(ON_HOPPER) == set(CONFIGURATIONS)
+    assert sorted(compiled) == sorted(NAMED) and {*ON_HOPPER, *GLUON} == set(CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("name", NAMED)
