@@ -60,7 +60,7 @@ def operator(
 
 def _nobody_listens(given: tuple[Any, ...]) -> bool:
     """The first given is a tensor."""
-    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():
+    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or given[0].is_meta:
         return False
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     if modes or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -71,9 +71,8 @@ def _nobody_listens(given: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _keys_of_a_new_tensor(device: str) -> Any:
-    """None where the work is another, on meta tensors."""
     with torch.inference_mode(False):
-        return None if device == "meta" else torch._C._dispatch_keys(torch.empty(0, device=device))
+        return torch._C._dispatch_keys(torch.empty(0, device=device))
 
 
 def _with_gradients(

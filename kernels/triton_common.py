@@ -211,7 +211,10 @@ def exponents(s, scale, softcap, PRESCALED: tl.constexpr):
 
 @dataclass
 class Launch:
-    """A kernel, its grid and its arguments by name: run it, or compile it ahead of time without a GPU."""
+    """A kernel, its grid and its arguments by name: run it, or compile it ahead of time without a GPU.
+
+    It runs once: memory that a kernel counts in is among the arguments, and only new memory begins at 0.
+    """
 
     kernel: Any
     grid: tuple[int, ...]

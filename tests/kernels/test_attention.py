@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
 from kernels.blocks import choose_backend
+from kernels.operators import _nobody_listens
 
 from ..conftest import ON_HOPPER
 
@@ -40,6 +43,49 @@ def test_gradcheck() -> None:
         return attention(q, k, v, Mask(causal=True, window=4), **options)
 
     assert torch.autograd.gradcheck(run, (q, k, v, sinks))
+
+
+class Heard(TorchDispatchMode):
+    """Listens to the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_listens_hears_of_it(device: str) -> None:
+    """Nobody does: a call goes past the dispatcher. A mode, a profiler, torch.func or another kind of tensor: it does not."""
+    q, k, v = qkv(device)
+    expected = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    assert _nobody_listens((q, k, None, "auto"))
+    with Heard() as mode:
+        torch.testing.assert_close(torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)), expected, rtol=0, atol=0)
+    assert {"ringspan::attention_forward", "ringspan::attention_backward"} <= set(mode.names)
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    assert {"ringspan::attention_forward", "ringspan::attention_backward"} <= {event.key for event in profile.key_averages()}
+    with torch.inference_mode():
+        others = [q + 0, q.to("meta"), torch.nn.Buffer(q), TwoTensor(q, q)]
+        assert [_nobody_listens((q, x)) for x in others] == [False, False, True, False]
+        torch.testing.assert_close(attention(q + 0, k + 0, v + 0), attention(q, k, v), rtol=0, atol=0)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(_nobody_listens((x,))) or x)(q)
+    assert seen == [False]
+    assert attention(*(x.to("meta") for x in (q, k, v))).is_meta
+
+
+def test_gradients_of_a_batch_of_directions() -> None:
+    q, k, v = qkv()
+    out = attention(q, k, v, Mask(causal=True))
+    directions = torch.randn(3, *out.shape)
+    together = torch.autograd.grad(out, (q, k, v), directions, is_grads_batched=True, retain_graph=True)
+    for i, direction in enumerate(directions):
+        one = torch.autograd.grad(out, (q, k, v), direction, retain_graph=True)
+        torch.testing.assert_close(tuple(x[i] for x in together), one)
 
 
 def test_only_lse_is_used(device: str) -> None:
