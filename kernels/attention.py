@@ -69,11 +69,12 @@ def attention(
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast in its dtype, as SDPA does."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    if not all(isinstance(x, Tensor) for x in (k, v)):
         return q, k, v  # check_qkv complains of these
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        low = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    low = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
 
 

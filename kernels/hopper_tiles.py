@@ -1,5 +1,6 @@
 """Tile sizes of the Hopper kernels, by head dim, chosen on an H200; `python -m kernels.tune` measures them beside others."""
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -20,12 +21,13 @@ BACKWARD = {  # head dim up to: keys of a program, buffers of q and dout, of dS,
 
 def tiles_for(kernel: str, q: Tensor, v: Tensor) -> dict[str, Any]:
     """BLOCK_* and launch options of one kernel for these inputs."""
-    width = max(q.shape[-1], v.shape[-1])
+    width, v_width = q.shape[-1], v.shape[-1]
     table = {"forward": FORWARD, "backward": BACKWARD}[kernel]
-    tiles = next(tiles for limit, tiles in table.items() if width <= limit)
-    return dict(BLOCK_D=_block(q.shape[-1]), BLOCK_DV=_block(v.shape[-1]), num_warps=4) | tiles
+    tiles = next(tiles for limit, tiles in table.items() if max(width, v_width) <= limit)
+    return dict(BLOCK_D=_block(width), BLOCK_DV=_block(v_width), num_warps=4) | tiles
 
 
+@functools.cache
 def _block(width: int) -> int:
     """Columns that are not there are read as zeros."""
     return max(64, 1 << (width - 1).bit_length())

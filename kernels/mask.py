@@ -79,8 +79,10 @@ class Mask:
 
     def bounds(self, device: torch.device | str = "cpu") -> Bounds:
         """The mask's numbers on a device, moved there once and without waiting for it."""
-        device = torch.device(device)
         tensors = [t for t in self._bounds[3:] if t is not None]
+        if not tensors:
+            return self._bounds
+        device = torch.device(device)
         if all(t.device == device for t in tensors):
             return self._bounds
         if device not in self._elsewhere:
