@@ -14,7 +14,7 @@ def counted(shape: Shape) -> int:
     return int(shape.visible(torch.arange(shape.length)).sum())
 
 
-@pytest.mark.parametrize(
+MASKS = pytest.mark.parametrize(
     "options",
     [
         dict(causal=False),
@@ -26,6 +26,16 @@ def counted(shape: Shape) -> int:
         dict(causal=True, documents=(1, 20, 16), window=4),
     ],
 )
+
+
+@MASKS
+def test_tiles_are_those_with_something_visible(options: dict) -> None:
+    shape = Shape("s", 3, 37, 2, 1, 16, **options)
+    seen = torch.nn.functional.pad(shape.visible(torch.arange(37)), (0, 3, 0, 3))
+    assert shape.tiles(8) == 3 * 2 * int(seen.view(5, 8, 5, 8).any(3).any(1).sum())
+
+
+@MASKS
 def test_pairs_are_those_visible(options: dict) -> None:
     shape = Shape("s", 1, 37, 2, 1, 16, **options)
     assert shape.pairs() == counted(shape)
