@@ -65,7 +65,8 @@ def _each_tile(result: Result) -> list[str]:
         if not (row["ours"] and row["status"] == "ok" and "tiles" in row):
             continue
         shape = shapes[row["shape"]]
-        plain = dict(batch=1, causal=True, window=None, documents=None, head_dim=shape["head_dim"])
+        alike = {name: shape[name] for name in ("causal", "head_dim", "heads", "kv_heads")}
+        plain = alike | dict(batch=1, window=None, documents=None)
         others = [
             other
             for other in result["rows"]
@@ -75,12 +76,12 @@ def _each_tile(result: Result) -> list[str]:
             continue
         beside = max(others, key=lambda other: other["tiles"])
         ratio = [row[way] / row["tiles"] / (beside[way] / beside["tiles"]) for way in ("forward_ms", "backward_ms")]
-        cells = [row["label"], row["shape"], f"{row['tiles']:,}", f"{ratio[0]:.2f} / {ratio[1]:.2f}", beside["shape"]]
+        cells = [row["label"], row["shape"], f"{row['tiles']:,}", f"{ratio[0]:.2f} / {ratio[1]:.2f} × {beside['shape']}'s"]
         lines.append("| " + " | ".join(cells) + " |")
     if not lines:
         return []
-    head = "| | | visible tiles of 128 × 128 | time of each, forward / backward | as a multiple of what it is in |"
-    return ["", head, "|---|---|--:|--:|---|", *lines]
+    head = "| | | visible tiles of 128 × 128 | time of each, forward / backward |"
+    return ["", head, "|---|---|--:|--:|", *lines]
 
 
 def tiles(result: Result) -> str:

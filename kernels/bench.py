@@ -45,10 +45,10 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 WAYS = ("forward", "backward", "both")
 
 
-def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape, deterministic: bool = False) -> Tensor:
     if backend == "reference":
         shape.check_dense()
-    return attention(q, k, v, mask=mask_of(shape), backend=backend)
+    return attention(q, k, v, mask=mask_of(shape), deterministic=deterministic, backend=backend)
 
 
 def devices(backend: str) -> tuple[str, ...]:
@@ -57,7 +57,8 @@ def devices(backend: str) -> tuple[str, ...]:
 
 def kernels() -> dict[str, Kernel]:
     ours = {name: Kernel(f"Ringspan {name}", partial(_ours, name), devices(name)) for name in BACKENDS}
-    return ours | PEERS
+    ordered = Kernel("Ringspan hopper, deterministic", partial(_ours, "hopper", deterministic=True), devices("hopper"))
+    return ours | {"hopper-ordered": ordered} | PEERS  # the others always are
 
 
 def check(run: Run, inputs: Inputs, dout: Tensor, truths: list[list[Tensor]], shape: Shape) -> Row:
@@ -141,7 +142,7 @@ def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.d
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     rows: list[Row] = []
     for name in names:
-        row: Row = {"shape": shape.name, "kernel": name, "label": table[name].label, "ours": name in BACKENDS, "note": ""}
+        row: Row = {"shape": shape.name, "kernel": name, "label": table[name].label, "ours": name not in PEERS, "note": ""}
         row["tiles"] = shape.tiles()
         rows.append(row | attempt(check, table[name].run, inputs, dout, truths, shape))
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)

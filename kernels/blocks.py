@@ -209,7 +209,7 @@ def block_backward(
 
     With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
     dk and dv are overwritten, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
-    for sums in a fixed order, which all backends have but hopper, where it takes some time.
+    for sums in a fixed order, as all backends have anyway but hopper, where programs then wait for each other.
     """
     if not (isinstance(accumulate, bool) or accumulate == "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")

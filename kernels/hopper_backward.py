@@ -66,7 +66,7 @@ from .triton_common import (
 
 @gluon.jit(**ANY_SIZE)
 def attention_backward(
-    dout, q, k, v, dq, lse, delta, dk, dv, done, lse_strides, delta_strides, dk_strides, dv_strides, done_strides,
+    dout, q, k, v, dq, lse, delta, dk, dv, turns, lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
@@ -105,11 +105,11 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    order = (None, None, None, None)
-    if done is not None:  # where the program of the keys before has come by
+    taking_turns = (None, None, None, None)  # or: whose turn, its stride of heads, ours, rows that the one before sees
+    if turns is not None:
         _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
         before_end = gl.where(turn > 0, rows_below(before_hi + 1, q_at), 0)
-        order = (done + b.to(gl.int64) * done_strides[0], done_strides[1], turn, before_end)
+        taking_turns = (turns + b.to(gl.int64) * turns_strides[0], turns_strides[1], turn, before_end)
     consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows)
     keys = (b, kv_head, first_key, begin, end)
     gradients = (dk, dv, dk_strides, dv_strides)
@@ -130,7 +130,7 @@ def attention_backward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, order, b, begin, end, scale * 2.0**-BIAS,
+            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
@@ -359,11 +359,10 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     # through shared memory, where there is room, and what is written replaces what was there
     staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     staged &= GRADIENTS_LEAVE_BY_TMA
-    together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
-    done = None
-    if block.deterministic:  # then all heads at once: the fewer programs of one are at work, the less they wait for each other
-        together = num_sequences
-        done = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
+    if block.deterministic:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
+        turns, together = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device), num_sequences
+    else:
+        turns, together = None, heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
     arguments = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
@@ -372,14 +371,14 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         dq=descriptor(dq, q_rows, 64, tiles["DQ_WIDTH"]),
         lse=lse,
         delta=delta,
-        done=done,
+        turns=turns,
         dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
         dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
         lse_strides=lse.stride(),
         delta_strides=delta.stride(),
         dk_strides=dk.stride()[:3],
         dv_strides=dv.stride()[:3],
-        done_strides=None if done is None else done.stride()[:2],
+        turns_strides=None if turns is None else turns.stride()[:2],
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=kv_heads,

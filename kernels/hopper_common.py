@@ -87,7 +87,14 @@ def _scale_if_operands(n):
 
 @gluon.jit
 def scale_rows(acc, factor, AT_ONCE: gl.constexpr = 32):
-    """acc, a warpgroup's 64 rows, times a factor for each; a warp whose factors are all 1 multiplies nothing."""
+    """acc, a warpgroup's 64 rows, times a factor for each; a warp whose factors are all 1 multiplies nothing.
+
+    A thread has two rows, so a pack of two is all that it has to vote for. Every warp votes and branches for itself, and no
+    compiler may move that: it is not pure.
+    """
+    gl.static_assert(
+        acc.shape[0] == 64 and acc.shape[1] * 64 // 128 % AT_ONCE == 0, "two rows a thread, and whole packs of them"
+    )
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     some = gl.inline_asm_elementwise(
         "{ .reg .pred a, b; setp.neu.f32 a, $2, 0f3F800000; setp.neu.f32 b, $3, 0f3F800000; or.pred a, a, b; "

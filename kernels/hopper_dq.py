@@ -1,8 +1,9 @@
 """The party of Hopper's backward that collects dS and adds dq = dS k up in memory (see hopper_backward.py).
 
-In a deterministic backward programs take turns at each tile of queries, in the order of their keys: `done` in memory says of a
-tile which program was there last. The programs that see a tile follow one upon the other, so a program waits for the one before
-it, unless that one does not see the tile. None waits for a later one, and the GPU starts them in this order, so all come by.
+In a deterministic backward programs take turns at each tile of queries, in the order of their keys: `turns` in memory says
+whose turn it is. Where a program's queries begin and end never decreases with its keys, so those that see a tile follow one
+upon the other: a program waits for the one before, unless that one's queries end before the tile. None waits for a later one,
+and GPUs start programs in the order of their numbers (which CUDA does not promise; a GPU that did not would hang here).
 """
 
 from triton.experimental import gluon
@@ -21,24 +22,24 @@ from .hopper_common import arrive_each, number, wait_full
 
 @gluon.jit
 def collect(
-    dq_to, k_tile, ds_tile, dq_tile, facts, flags, order, b, begin, end, scale,
+    dq_to, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once."""
     kv_full, full_at, free_at, ds_full, ds_free = flags
-    done, _stride, turn, _before_end = order
+    turns, _stride, turn, _before_end = taking_turns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
-    before_h, before_row = 0, 0
+    last_h, last_row = 0, 0
     for i in range(GROUP * (end - begin)):
         place = wait_full(full_at, i, STAGES)
         h, row = number(facts, 4 * place), number(facts, 4 * place + 1)
         arrive_each(free_at.index(place))
-        if done is not None:
-            seen = turn_at(order, h, row)
+        if turns is not None:
+            seen = turn_at(taking_turns, h, row)
         ds_place = wait_full(ds_full, i, DS_STAGES)
         ds = ds_tile.index(ds_place).permute((1, 0))
         for part in gl.static_range(BLOCK_D // 64):
@@ -49,37 +50,37 @@ def collect(
             pieces = (dq * scale,)
             if DQ_WIDTH == 32:
                 pieces = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
-            if done is not None and part == 0:
+            if turns is not None and part == 0:
                 if i > 0:
-                    pass_turn(order, before_h, before_row)
-                before_h, before_row = h, row
-                while seen != turn:  # no fence: what comes next are additions, which wait for the branch
-                    seen = turn_at(order, h, row)
+                    pass_turn(taking_turns, last_h, last_row)
+                last_h, last_row = h, row
+                while seen != turn:  # what is added next comes behind a barrier of all four warps: see store_apart
+                    seen = turn_at(taking_turns, h, row)
             for piece in gl.static_range(64 // DQ_WIDTH):
                 out = dq_tile.index((i * (BLOCK_D // DQ_WIDTH) + part * (64 // DQ_WIDTH) + piece) % DQ_STAGES)
                 tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
                 store_apart(pieces[piece], out, DQ_WIDTH)
                 fence_async_shared()
                 tma_add(dq_to, [b, h, row, part * 64 + piece * DQ_WIDTH], out)
-    if done is not None and begin < end:
-        pass_turn(order, before_h, before_row)
+    if turns is not None and begin < end:
+        pass_turn(taking_turns, last_h, last_row)
     tma.store_wait(0)
 
 
 @gluon.jit
-def turn_at(order, h, row):
+def turn_at(taking_turns, h, row):
     """Whose turn it is at a tile of queries. Each thread looks for itself, so none waits for it before it needs to know."""
-    done, stride, turn, before_end = order
-    return gl.load(done + h * stride + row // 64, mask=row < before_end, other=turn, volatile=True)
+    turns, stride, turn, before_end = taking_turns
+    return gl.load(turns + h * stride + row // 64, mask=row < before_end, other=turn, volatile=True)
 
 
 @gluon.jit
-def pass_turn(order, h, row):
-    done, stride, turn, _before_end = order
+def pass_turn(taking_turns, h, row):
+    turns, stride, turn, _before_end = taking_turns
     # until what was added is in memory; tma.store_wait ends when it has been read
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [row], gl.int32, is_pure=False, pack=1)
     barrier()
-    gl.atomic_xchg(done + h * stride + row // 64, turn + 1, sem="release")
+    gl.atomic_xchg(turns + h * stride + row // 64, turn + 1, sem="release")
 
 
 @gluon.constexpr_function

@@ -54,7 +54,7 @@ from .triton_common import (
 )
 from .triton_forward import forward_launches
 
-GROWTH = gl.constexpr(8.0)  # how far, as a power of two: weights stay below 256, which fp16 can hold too
+GROWTH = gl.constexpr(8.0)  # how far, as a power of two: weights are up to 256, which fp16 can hold too
 # of (row, part): the four threads that share a row have a part each
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])

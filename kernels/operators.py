@@ -7,8 +7,8 @@
 again for each argument, to fill in defaults that ours do not have. A kernel of 300 µs cannot hide that. What it does beside,
 ours do without: arguments with defaults, lists of tensors, a check that no output is an input, and reloading the module.
 
-The dispatcher takes as long as all the rest. Where nobody listens (no compiler, no mode such as checkpointing's, no
-torch.func, no profiler) and the tensors are ordinary, a call goes straight to the function.
+What the dispatcher does for a call takes longer than any of our checks. Where nobody listens (no compiler or tracer, no mode
+such as checkpointing's, no torch.func, no profiler of this thread) and tensors are ordinary, the function is called directly.
 """
 
 import functools
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.overrides import has_torch_function
 
 
 def operator(
@@ -33,7 +34,8 @@ def operator(
     """
 
     def made(run: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(run).parameters.values()
+        parameters = list(inspect.signature(run).parameters.values())
+        assert parameters[0].annotation in (torch.Tensor, "Tensor"), name
         assert all(p.default is p.empty and "Tensor]" not in str(p.annotation) for p in parameters), name
         full = f"ringspan::{name}"
         schema = torch.library.infer_schema(run, mutates_args=())
@@ -46,10 +48,9 @@ def operator(
             with torch._C._AutoDispatchBelowAutograd():
                 return dispatched(*given)
 
-        torch.library.impl(full, "Autograd", _with_gradients(full, below, save, differentiate))
-        straight = _with_gradients(full, run, save, differentiate)
+        torch.library.impl(full, "Autograd", _with_gradients(name, below, save, differentiate))
+        straight = _with_gradients(name, run, save, differentiate)
 
-        @functools.wraps(run)
         def call(*given: Any) -> Any:
             return straight(*given) if _nobody_listens(given) else dispatched(*given)
 
@@ -59,14 +60,17 @@ def operator(
 
 
 def _nobody_listens(given: tuple[Any, ...]) -> bool:
-    """The first given is a tensor."""
-    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or given[0].is_meta:
+    """Whoever of a call's surroundings or tensors has work of its own to do in the dispatcher."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled():
         return False
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    if modes or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    ordinary = _keys_of_a_new_tensor(given[0].device.type)  # a subclass or a batch has others
-    return all(torch._C._dispatch_keys(x) == ordinary for x in given if isinstance(x, torch.Tensor))
+    if has_torch_function(given) or given[0].is_meta:
+        return False
+    kind = torch._C._dispatch_keys(given[0])
+    if kind.has(torch._C.DispatchKey.Python) or kind != _keys_of_a_new_tensor(given[0].device.type):
+        return False
+    return all(torch._C._dispatch_keys(x) == kind for x in given if isinstance(x, torch.Tensor))
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Shape:
         return 4 * self.batch * self.heads * self.pairs() * self.head_dim
 
     def tiles(self, size: int = 128) -> int:
-        """Tiles of size × size that hold a visible pair, over all heads and sequences: what no tiled kernel can leave out."""
+        """Tiles of size × size, from the first row and key on, that hold a visible pair; over all heads and sequences."""
         lo, hi = mask_of(self).interval(torch.arange(self.length), self.length)
         first = torch.stack([rows.min() // size for rows in lo.split(size)])
         last = torch.stack([rows.max() // size for rows in hi.split(size)])

@@ -219,8 +219,11 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    ran: bool = False
 
     def __call__(self) -> None:
+        assert not self.ran, "a launch runs once: make another"
+        self.ran = True
         if 0 not in self.grid:
             with on_device_of(self.arguments["lse"]):
                 self.kernel[self.grid](**self.arguments)

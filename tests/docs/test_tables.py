@@ -68,22 +68,24 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_visible_tile_costs() -> None:
-    shape = dict(batch=1, causal=True, window=None, documents=None, head_dim=64)
+    shape = dict(batch=1, causal=True, window=None, documents=None, head_dim=64, heads=4, kv_heads=4)
     rows = [
         row("short", "triton", 1, 1, tiles=10, forward_ms=9.0, backward_ms=9.0),
         row("plain", "triton", 1, 1, tiles=100, forward_ms=10.0, backward_ms=20.0),
         row("window", "triton", 1, 1, tiles=50, forward_ms=6.0, backward_ms=10.0),
         row("window", "fa4", 1, 1, tiles=50, forward_ms=6.0, backward_ms=10.0),
         row("wide", "triton", 1, 1, tiles=50, forward_ms=6.0, backward_ms=10.0),
+        row("groups", "triton", 1, 1, tiles=1000, forward_ms=1.0, backward_ms=1.0),
     ]
     shapes = [
         shape | dict(name="short"),
         shape | dict(name="plain"),
         shape | dict(name="window", window=4096),
         shape | dict(name="wide", window=4096, head_dim=128),
+        shape | dict(name="groups", kv_heads=1),
     ]
     lines = tables._each_tile({"rows": rows, "shapes": shapes})
-    assert lines[3:] == ["| TRITON | window | 50 | 1.20 / 1.00 | plain |"]
+    assert lines[3:] == ["| TRITON | window | 50 | 1.20 / 1.00 × plain's |"]
     assert not tables._each_tile({"rows": rows[:2], "shapes": shapes})
 
 

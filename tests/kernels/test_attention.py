@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,24 +59,46 @@ class Heard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_listens_hears_of_it(device: str) -> None:
+class Told(Tensor):
+    """Is told of functions, and asks nothing of the dispatcher."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+seen: list[object] = []  # by what listens below
+
+
+def test_who_listens_hears_of_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody does: a call goes past the dispatcher. A mode, a profiler, torch.func or another kind of tensor: it does not."""
     q, k, v = qkv(device)
-    expected = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
-    assert _nobody_listens((q, k, None, "auto"))
+    seen.clear()
+    with monkeypatch.context() as patch:  # what the operator does below autograd
+        patch.setattr(torch._C, "_AutoDispatchBelowAutograd", lambda: seen.append("dispatcher") or nullcontext())
+        expected = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    assert not seen and _nobody_listens((q, k, None, "auto"))
     with Heard() as mode:
         torch.testing.assert_close(torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)), expected, rtol=0, atol=0)
     assert {"ringspan::attention_forward", "ringspan::attention_backward"} <= set(mode.names)
     with torch.profiler.profile() as profile:
         torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
     assert {"ringspan::attention_forward", "ringspan::attention_backward"} <= {event.key for event in profile.key_averages()}
+    attention(q.detach().as_subclass(Told), k, v)
+    assert "ringspan.attention_forward.default" in seen
+    traced = torch.jit.trace(lambda x: attention(x, x, x), (q.detach(),))
+    assert "ringspan::attention_forward" in str(traced.graph)
     with torch.inference_mode():
         others = [q + 0, q.to("meta"), torch.nn.Buffer(q), TwoTensor(q, q)]
         assert [_nobody_listens((q, x)) for x in others] == [False, False, True, False]
         torch.testing.assert_close(attention(q + 0, k + 0, v + 0), attention(q, k, v), rtol=0, atol=0)
-    seen = []
+    seen.clear()
     torch.func.vmap(lambda x: seen.append(_nobody_listens((x,))) or x)(q)
-    assert seen == [False]
+    with FakeTensorMode():
+        elsewhere = torch.empty(2, 24, 4, 16, device="cuda")  # which need not be here
+    assert seen == [False] and not _nobody_listens((elsewhere,))
     assert attention(*(x.to("meta") for x in (q, k, v))).is_meta
 
 

@@ -229,11 +229,13 @@ def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: 
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+PADDED = torch.tensor([0] * 700 + [1] * 1000 + [-1] * 300 + [2] * 1000)
 ORDERED = {  # name: (heads, key heads, head dim, mask, whether rows are a zigzag's)
     "causal": (4, 2, 128, Mask(causal=True), False),
     "full": (4, 1, 64, Mask(), False),
     "window": (2, 2, 128, Mask(window=(700, 50)), False),
     "documents": (4, 4, 64, Mask.from_lengths([700, 1, 900, 1399], causal=True), False),
+    "padding": (4, 2, 128, Mask(causal=True, documents=torch.stack([PADDED, PADDED.flip(0)])), False),
     "prefix": (2, 2, 128, Mask(causal=True, prefix=333), False),
     "wide": (2, 1, 256, Mask(causal=True), False),
     "zigzag": (4, 2, 128, Mask(causal=True, window=5000), True),
@@ -242,12 +244,13 @@ ORDERED = {  # name: (heads, key heads, head dim, mask, whether rows are a zigza
 
 @ON_HOPPER
 @pytest.mark.parametrize("name", ORDERED)
-def test_turns_change_the_order_and_nothing_else(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_turns_change_the_order_and_nothing_else(name: str, dtype: torch.dtype) -> None:
     """dk and dv come from the same registers, dq from the same sums in an order of their own, the same in every run."""
     heads, kv_heads, width, mask, zigzag = ORDERED[name]
     length = 3000
     sizes = (heads, kv_heads, kv_heads, heads)
-    q, k, v, dout = (torch.randn(1, length, n, width, dtype=torch.bfloat16, device="cuda") for n in sizes)
+    q, k, v, dout = (torch.randn(2, length, n, width, dtype=dtype, device="cuda") for n in sizes)
     at = ([(1000, 1, 1500), (7000, 1, 1500)], [(0, 1, 1500), (6500, 1, 1500)]) if zigzag else (None, None)
     out, lse = block_forward(q, k, v, mask, *at, backend="hopper")
     delta = output_delta(dout, out)

@@ -111,7 +111,7 @@ def test_strides_past_two_to_the_31(backend: str, poisoned_memory: None) -> None
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = results[0][0]
-    results = []  # in any order, which is another kernel where backend is hopper; it sums dk and dv in a fixed one all the same
+    results = []  # dq in any order where backend is hopper; dk and dv have a fixed one all the same
     for q, k, v, dout in (wide, near):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         results.append(torch.autograd.grad(attention(*leaves, Mask(causal=True), backend=backend), leaves, dout))
