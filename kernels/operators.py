@@ -60,7 +60,7 @@ def operator(
 
 
 def _nobody_listens(given: tuple[Any, ...]) -> bool:
-    """Whoever of a call's surroundings or tensors has work of its own to do in the dispatcher."""
+    """Whether nothing around a call, and none of its tensors, has work of its own to do in the dispatcher."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
