@@ -6,6 +6,8 @@
 causal prefix lets everyone see its first keys: hi = max(hi, min(prefix - 1, document end)). Documents are runs of equal
 ids; a negative id is padding, which sees nothing and is seen by nothing (its interval is empty).
 
+A query's position is where it stands among the keys. If there are fewer queries than keys, the last stands at the last key.
+
 Why intervals and not a matrix or a function: lo and hi never decrease with the position, so the first and the last row of a
 tile bound everything the tile can see. Tiles outside are never loaded, tiles inside need no compare, and the queries that
 see a key form an interval too, which is all that the backward needs. Four numbers a row instead of S.

@@ -38,6 +38,9 @@ class Doctor:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     if unknown := [text for text in argv if text != "--links"]:
         print(f"python -m launch.doctor: {unknown[0]}: there is only --links", file=sys.stderr)
         return 2

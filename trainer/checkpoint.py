@@ -162,7 +162,10 @@ class Reader:
             if name not in found:
                 raise ValueError(f"{self.folder} has no weight {name}: it is of another model; give the run another name")
             if found[name] != tuple(shape):
-                raise ValueError(f"{self.folder}: {name} is {found[name]} there and {tuple(shape)} in this run's model")
+                raise ValueError(
+                    f"{self.folder}: {name} is {found[name]} there and {tuple(shape)} in this run's model: "
+                    "give the model as it was, or the run another name"
+                )
         if extra := set(found) - set(shapes):
             raise ValueError(f"{self.folder} has a weight {min(extra)}, which this run's model has not")
         moments = {name.partition("#")[2] for name in self.where} - {""}

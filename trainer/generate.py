@@ -125,6 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         restored = restore.Restored(given.checkpoint)
         letters = restored.tokenizer()
+        if given.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda: torch finds no GPU; take auto or cpu")
         device = torch.device(
             "cuda" if given.device == "cuda" or (given.device == "auto" and torch.cuda.is_available()) else "cpu"
         )

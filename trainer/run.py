@@ -247,7 +247,10 @@ class Run:
                 )
             elif not path:
                 if problems := checkpoint.verify(given, self.ranks):
-                    raise ConfigError(f"checkpoint.resume={resume}: {'; '.join(problems)}")
+                    raise ConfigError(
+                        f"checkpoint.resume={resume}: {'; '.join(problems)}; "
+                        "a checkpoint is a folder runs/NAME/checkpoints/step-…"
+                    )
                 path = given
         if self.ranks.rank == 0:
             says += [f"{name} is now {name}.bad" for name in checkpoint.set_aside(folder, path)]

@@ -122,9 +122,13 @@ def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture
     ids = generate(model, list(b"def f"), 20, temperature=0, size=257)
     expected = bytes(i for i in [*b"def f", *ids] if i < 256).decode(errors="replace")
     assert out == expected + "\n"
-    with pytest.raises(SystemExit) as stop:
-        main(["checkpoint=nowhere", "prompt=a"])
-    assert stop.value.code == 2
+    wrong = [(["checkpoint=nowhere", "prompt=a"], "is no checkpoint")]
+    if not torch.cuda.is_available():
+        wrong.append(([f"checkpoint={tmp_path}", "prompt=a", "device=cuda"], "torch finds no GPU; take auto or cpu"))
+    for arguments, says in wrong:
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_a_prompt_comes_from_a_file(
