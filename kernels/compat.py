@@ -40,7 +40,7 @@ def with_layout(memory: Any, layout: Any, _semantic: Any = None) -> Any:
 
 
 if TYPE_CHECKING:
-    from .triton_common import Launch
+    from .launches import Launch
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # With Triton 3.9's assembler a store of dk or dv to shared memory puts the products in the loop before it one after another.

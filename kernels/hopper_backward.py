@@ -47,12 +47,12 @@ from .hopper_common import (
 )
 from .hopper_dq import collect
 from .hopper_tiles import tiles_for
+from .launches import Launch
 from .triton_backward import add_up
 from .triton_common import (
     ANY_SIZE,
     EVERYWHERE,
     LOG2E,
-    Launch,
     exponents,
     is_aligned,
     position,

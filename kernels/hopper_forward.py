@@ -40,11 +40,11 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
+from .launches import Launch
 from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
-    Launch,
     exponents,
     keys_of,
     position,

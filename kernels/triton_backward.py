@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block, Gradients
+from .launches import Launch
 from .segments import ascending_runs
 from .triton_common import (
     ANY_SIZE,
     LOG2E,
-    Launch,
     aligned,
     drop_argument,
     exponents,
@@ -29,7 +29,6 @@ from .triton_common import (
     keys_of,
     load_rows,
     load_tile,
-    on_device_of,
     position,
     quads,
     queries_of,
@@ -235,11 +234,19 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
     batch, rows, heads, width = out.shape
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     if delta.numel():
-        block = 64
-        strides = dout.stride()[:3], out.stride()[:3]
-        grid = (batch * heads * triton.cdiv(rows, block),)
-        with on_device_of(out):
-            row_products[grid](dout, out, delta, *strides, rows, heads, width, triton.next_power_of_2(width), block)
+        arguments = dict(
+            dout=dout,
+            out=out,
+            delta=delta,
+            dout_strides=dout.stride()[:3],
+            out_strides=out.stride()[:3],
+            rows=rows,
+            num_heads=heads,
+            DV=width,
+            BLOCK_DV=triton.next_power_of_2(width),
+            BLOCK_M=64,
+        )
+        Launch(row_products, (batch * heads * -(-rows // 64),), arguments)()
     return delta
 
 

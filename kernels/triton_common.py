@@ -1,4 +1,4 @@
-"""What the portable kernels share: where rows stand, who sees whom, how tiles are read, and how a kernel is launched.
+"""What the portable kernels share: where rows stand, who sees whom, how tiles are read, and what all of them are told.
 
 Kernels take their long lists as tuples; an element that is None costs nothing, it is not there when the kernel compiles.
 
@@ -8,8 +8,6 @@ Kernels take their long lists as tuples; an element that is None costs nothing, 
     *_strides = of batch, row and head; columns are consecutive
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,31 +205,6 @@ def exponents(s, scale, softcap, PRESCALED: tl.constexpr):
         return s * (scale * LOG2E), 1.0
     else:
         return s, scale * LOG2E
-
-
-@dataclass
-class Launch:
-    """A kernel, its grid and its arguments by name: run it, or compile it ahead of time without a GPU.
-
-    It runs once: memory that a kernel counts in is among the arguments, and only new memory begins at 0.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    ran: bool = False
-
-    def __call__(self) -> None:
-        assert not self.ran, "a launch runs once: make another"
-        self.ran = True
-        if 0 not in self.grid:
-            with on_device_of(self.arguments["lse"]):
-                self.kernel[self.grid](**self.arguments)
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
 
 
 def rule_arguments(block: Block) -> dict[str, Any]:

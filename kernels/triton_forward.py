@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block, Carry
+from .launches import Launch
 from .reference import INF
 from .segments import ascending_runs, num_rows
 from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
-    Launch,
     aligned,
     drop_argument,
     exponents,

@@ -16,8 +16,8 @@ import triton
 
 from kernels import Mask, compat, hopper_backward, hopper_forward
 from kernels.block import Block, Gradients
+from kernels.launches import Launch
 from kernels.triton_backward import backward_launches
-from kernels.triton_common import Launch
 from kernels.triton_forward import forward_launches
 
 CHIPS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes of shared memory
