@@ -88,7 +88,8 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
     target = GPUTarget("hip", chip_name, 64) if amd else GPUTarget("cuda", int(chip_name.removeprefix("sm_")), 32)
     triton.runtime.driver.set_active(_Absent(target))
     try:
-        kernel = launch.kernel.warmup(**launch.arguments, grid=launch.grid)
+        programs, arguments = launch.worked_out()
+        kernel = launch.kernel.warmup(**arguments, grid=(programs,))
     finally:
         if torch.cuda.is_available():
             triton.runtime.driver.reset_active()

@@ -18,8 +18,10 @@ programs come by; in a deterministic backward they take turns (hopper_dq.py).
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,19 +49,21 @@ from .hopper_common import (
 )
 from .hopper_dq import collect
 from .hopper_tiles import tiles_for
-from .launches import Launch
+from .launches import Arguments, Launch
 from .triton_backward import add_up
 from .triton_common import (
     ANY_SIZE,
     EVERYWHERE,
     LOG2E,
+    Tiles,
     exponents,
     is_aligned,
+    mask_argument,
     position,
     queries_of,
     row_count,
     rows_below,
-    rule_arguments,
+    rules,
     tile_range,
 )
 
@@ -349,29 +353,41 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
 
 
 def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
-    q, k, v = block.q, block.k, block.v
-    dout, lse, delta, dq, dk, dv = gradients
+    q, turns = block.q, None
+    batch, q_rows, heads, _ = q.shape
+    if block.deterministic:
+        turns = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
+    tensors = dict(q=q, k=block.k, v=block.v, turns=turns, mask=mask_argument(block.mask, q.device), **gradients._asdict())
+    how = rules(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
+    yield Launch(attention_backward, arguments, tensors, how)
+
+
+def arguments(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **rules: Any,
+) -> Arguments:  # fmt: skip
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
-    tiles = tiles_for("backward", q, v)
-    block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
+    options = dict(tiles)
+    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
     # through shared memory, where there is room, and what is written replaces what was there
     staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     staged &= GRADIENTS_LEAVE_BY_TMA
-    if block.deterministic:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
-        turns, together = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device), num_sequences
-    else:
-        turns, together = None, heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
-    arguments = dict(
+    if turns is None:
+        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
+    else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
+        together = num_sequences
+    given = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
-        dq=descriptor(dq, q_rows, 64, tiles["DQ_WIDTH"]),
+        dq=descriptor(dq, q_rows, 64, options["DQ_WIDTH"]),
         lse=lse,
         delta=delta,
         turns=turns,
+        mask=mask,
         dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
         dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
         lse_strides=lse.stride(),
@@ -388,7 +404,7 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         GROUP=group,
         ADD=accumulate is True,
         STAGED=staged,
-        **rule_arguments(block),
-        **tiles,
+        **rules,
+        **options,
     )
-    yield Launch(attention_backward, (num_tiles * num_sequences,), arguments)
+    return num_tiles * num_sequences, given

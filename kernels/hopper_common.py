@@ -1,7 +1,6 @@
 """What the Hopper kernels are made of: barriers, the queue of tiles, tensors as the TMA reads them and what it must not."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,25 +158,11 @@ def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor:
     """(B, S, H, D) as (batch, head, row, column). Rows from `rows` on, and columns from D on, are read as zeros."""
-    assert x.data_ptr() % 16 == 0, "the TMA reads from multiples of 16 bytes"
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.__dict__ = _described(x.shape, x.stride(), x.dtype, rows, block_rows, block_columns) | {"base": x}
-    return made
-
-
-@functools.lru_cache(maxsize=4096)
-def _described(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, block_rows: int, block_columns: int
-) -> dict[str, Any]:
-    """A descriptor's fields but for its tensor. Triton's checks of them take long, and say the same of all tensors alike."""
-    batch, _, heads, width = shape
+    batch, _, heads, width = x.shape
     # the stride of a dimension of size 1 can be anything, which the TMA would not take
-    strides = [stride[dim] if shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
-    like = torch.empty(0, dtype=dtype, device="meta")
-    block = [1, 1, block_rows, block_columns]
-    made = vars(TensorDescriptor(like, [batch, heads, rows, width], [*strides, 1], block, layout))
-    return made | {"form": object()}  # for launches.py: descriptors that share it look alike
+    strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=4)
+    return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
 
 
 def fetchable(x: Tensor) -> Tensor:

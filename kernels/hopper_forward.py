@@ -9,6 +9,8 @@ nobody has (`taken` counts), so programs end together whatever the mask; the nex
 tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -40,17 +42,19 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .launches import Launch
+from .launches import Arguments, Launch
 from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
+    Tiles,
     exponents,
     keys_of,
+    mask_argument,
     position,
     row_count,
     rows_below,
-    rule_arguments,
+    rules,
 )
 from .triton_forward import forward_launches
 
@@ -322,15 +326,23 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 
 
 def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
-    q, k, v = block.q, block.k, block.v
+    carry_out, carry_lse = carry or (None, None)
+    tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    tensors |= dict(mask=mask_argument(block.mask, block.q.device), taken=torch.zeros((), dtype=torch.int32, device=out.device))
+    return Launch(attention_forward, arguments, tensors, rules(block, tiles_for("forward", block.q, block.v)))
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None,
+    mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
+) -> Arguments:  # fmt: skip
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
-    carry_out, carry_lse = carry or (None, None)
-    tiles = tiles_for("forward", q, v)
-    block_d, block_dv, block_n = tiles["BLOCK_D"], tiles["BLOCK_DV"], tiles["BLOCK_N"]
-    staged = tiles.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
-    num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * tiles["CONSUMERS"])), batch * heads, heads // kv_heads
-    arguments = dict(
+    options = dict(tiles)
+    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
+    staged = options.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
+    num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
+    given = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
@@ -342,7 +354,8 @@ def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launc
         lse_strides=lse.stride(),
         carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
         carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
-        taken=torch.zeros((), dtype=torch.int32, device=q.device),
+        taken=taken,
+        mask=mask,
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=heads,
@@ -350,7 +363,7 @@ def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launc
         together=min(num_sequences, heads_together(k_rows * (width + v_width) * k.element_size(), group)),
         DV=v_width,
         STAGED=staged,
-        **rule_arguments(block),
-        **tiles,
+        **rules,
+        **options,
     )
-    return Launch(attention_forward, (min(num_programs(q.device), num_tiles * num_sequences),), arguments)
+    return min(num_programs(q.device), num_tiles * num_sequences), given

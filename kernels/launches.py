@@ -1,68 +1,101 @@
-"""How a Triton kernel is launched, many thousand times, with as little work for the host as can be.
+"""How a kernel is launched, many thousand times, with as little work for the host as can be.
 
-Triton looks at every argument of a launch to find the kernel that was compiled for such arguments, which takes longer than
-all that we do. A launch like one before, in all but what its tensors hold and where they are, goes straight to that kernel.
+To work out a kernel's arguments from tensors and rules, and to find the kernel that Triton compiled for such arguments, takes
+longer than everything else that a call does. Both depend on what the tensors look like, and not on what they hold or where
+they are. So a launch that looks like one before takes that one's kernel and arguments, and puts its own tensors in.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 REMEMBERED = 4096  # launches; then memory is emptied
-_compiled: dict[Any, Any] = {}
+Arguments = tuple[int, dict[str, Any]]  # how many programs, and what they are given, by name
+
+
+class Known(NamedTuple):
+    """A launch as it was made before."""
+
+    compiled: Any
+    programs: int
+    arguments: list[Any]
+    own: list[tuple[int, str]]  # which arguments are of a launch's own tensors, and their names
+
+
+_known: dict[Any, Known] = {}
 
 
 @dataclass
 class Launch:
-    """A kernel, its grid and its arguments by name: run it, or compile it ahead of time without a GPU.
+    """A kernel and what it is to work on: run it, or compile it ahead of time without a GPU.
 
-    It runs once: memory that a kernel counts in is among the arguments, and only new memory begins at 0.
+    make(**tensors, **rules) gives the arguments; it must look at nothing else. A tensor whose name an argument bears is that
+    argument, or what that descriptor describes; tuples of numbers and tensors count as tensors.
+
+    It runs once: memory that a kernel counts in is among the tensors, and only new memory begins at 0.
     """
 
     kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
+    make: Callable[..., Arguments]
+    tensors: dict[str, Any]
+    rules: dict[str, Any]
     ran: bool = False
+
+    def worked_out(self) -> Arguments:
+        return self.make(**self.tensors, **self.rules)
 
     def __call__(self) -> None:
         assert not self.ran, "a launch runs once: make another"
         self.ran = True
-        if 0 in self.grid:
-            return
-        device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
-        with _on(device):
-            kind = id(self.kernel), device, *self.arguments, *_forms(self.arguments.values())
-            compiled = _compiled.get(kind)
-            if compiled is not None:
-                compiled[(*self.grid, 1, 1)](*[self.arguments[name] for name in self.kernel.arg_names])
+        looks = self.make, *self.rules.values(), *_looks(self.tensors.values())
+        known = _known.get(looks)
+        with _on(next(x.device for x in self.tensors.values() if isinstance(x, Tensor))):
+            if known is not None:
+                arguments = known.arguments.copy()
+                for index, name in known.own:
+                    arguments[index] = _of(arguments[index], self.tensors[name])
+                known.compiled[known.programs, 1, 1](*arguments)
                 return
-            compiled = self.kernel[self.grid](**self.arguments)
+            programs, given = self.worked_out()
+            if programs == 0:
+                return
+            compiled = self.kernel[(programs,)](**given)
             if compiled is not None:  # Triton's interpreter compiles nothing
-                if len(_compiled) >= REMEMBERED:
-                    _compiled.clear()
-                _compiled[kind] = compiled
+                if len(_known) >= REMEMBERED:
+                    _known.clear()
+                names = self.kernel.arg_names
+                own = [(index, name) for index, name in enumerate(names) if self.tensors.get(name) is not None]
+                for _, name in own:  # to remember it is not to keep its memory
+                    given[name] = _of(given[name], None)
+                _known[looks] = Known(compiled, programs, [given[name] for name in names], own)
+
+
+def _looks(given: Iterable[Any]) -> list[Any]:
+    """What can be seen of tensors from outside, and of each only what arguments and compiling can depend on."""
+    return [
+        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+        if isinstance(x, Tensor)
+        else tuple(_looks(x))
+        if isinstance(x, tuple)
+        else x
+        for x in given
+    ]
+
+
+def _of(argument: Any, own: Any) -> Any:
+    """The argument as it is for another launch's tensor."""
+    if not isinstance(argument, TensorDescriptor):
+        return own
+    made = TensorDescriptor.__new__(TensorDescriptor)  # Triton's checks of it take long, and would say the same
+    made.__dict__ = argument.__dict__ | {"base": own}
+    return made
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()
-
-
-_PLAIN = {int, float, bool, str, type(None)}
-
-
-def _form(x: Any) -> Any:
-    """All of an argument that Triton's choice of a kernel can depend on; of numbers, the number."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, tuple):
-        return _forms(x)
-    return getattr(x, "form", x)  # of the TMA's descriptors
-
-
-def _forms(given: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple([x if type(x) in _PLAIN else _form(x) for x in given])

@@ -16,25 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block, Gradients
-from .launches import Launch
+from .launches import Arguments, Launch
 from .segments import ascending_runs
 from .triton_common import (
     ANY_SIZE,
     LOG2E,
+    Tiles,
     aligned,
-    drop_argument,
     exponents,
     head_offset,
     kept,
     keys_of,
     load_rows,
     load_tile,
+    of_mask_and_dropout,
     position,
     quads,
     queries_of,
     row_count,
     rows_of,
-    rule_arguments,
+    rules,
     split_tile,
     store_tile,
     tile_range,
@@ -231,23 +232,18 @@ def row_products(
 
 def output_delta(dout: Tensor, out: Tensor) -> Tensor:
     dout, out = aligned(dout), aligned(out)
-    batch, rows, heads, width = out.shape
+    batch, rows, heads, _ = out.shape
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     if delta.numel():
-        arguments = dict(
-            dout=dout,
-            out=out,
-            delta=delta,
-            dout_strides=dout.stride()[:3],
-            out_strides=out.stride()[:3],
-            rows=rows,
-            num_heads=heads,
-            DV=width,
-            BLOCK_DV=triton.next_power_of_2(width),
-            BLOCK_M=64,
-        )
-        Launch(row_products, (batch * heads * -(-rows // 64),), arguments)()
+        Launch(row_products, _row_arguments, dict(dout=dout, out=out, delta=delta), {})()
     return delta
+
+
+def _row_arguments(dout: Tensor, out: Tensor, delta: Tensor) -> Arguments:
+    batch, rows, heads, width = out.shape
+    given = dict(dout=dout, out=out, delta=delta, dout_strides=dout.stride()[:3], out_strides=out.stride()[:3])
+    given |= dict(rows=rows, num_heads=heads, DV=width, BLOCK_DV=triton.next_power_of_2(width), BLOCK_M=64)
+    return batch * heads * -(-rows // 64), given
 
 
 ADDS_DQ_ALONE = True  # accumulate="dq" is a choice of each kernel
@@ -286,34 +282,33 @@ def backward_launches(
 
 
 def _launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
-    batch, q_rows, heads, width = block.q.shape
-    k_rows, kv_heads = block.k.shape[1:3]
-    dout, lse, delta, dq, dk, dv = gradients
+    *given, dq, dk, dv = zip(Gradients._fields, gradients, strict=True)
+    tensors = dict(q=block.q, k=block.k, v=block.v) | dict(given) | of_mask_and_dropout(block)
     extras = bool(block.dropout or block.softcap)
+    for kernel, name, own, add in (
+        (attention_backward_dq, "dq", (dq,), accumulate is not False),
+        (attention_backward_dkdv, "dkdv", (dk, dv), accumulate is True),
+    ):
+        tiles = tiles_for(name, block.q, block.v, extras)
+        how = rules(block, tiles) | dict(QUADS=quads(block.k_at, tiles["BLOCK_N"]), ADD=add)
+        yield Launch(kernel, _arguments, tensors | dict(own), how)
 
-    def launch(
-        kernel: Any, tiles: dict[str, Any], grads: dict[str, Tensor], rows: int, heads: int, rows_a_tile: int, add: bool
-    ) -> Launch:
-        tensors = dict(dout=dout, q=block.q, k=block.k, v=block.v, lse=lse, delta=delta) | grads
-        arguments = dict(
-            **tensors,
-            **{f"{name}_strides": x.stride()[:3] for name, x in tensors.items()},
-            **rule_arguments(block),
-            **tiles,
-            drop=drop_argument(block),
-            PRESCALED=block.scale <= 0,
-            rows=rows,
-            num_sequences=batch * heads,
-            num_heads=heads,
-            D=width,
-            DV=block.v.shape[-1],
-            QUADS=quads(block.k_at, tiles["BLOCK_N"]),
-            GROUP=block.q.shape[2] // kv_heads,
-            ADD=add,
-        )
-        return Launch(kernel, (-(-rows // rows_a_tile) * batch * heads,), arguments)
 
-    tiles = tiles_for("dq", block.q, block.v, extras)
-    yield launch(attention_backward_dq, tiles, dict(dq=dq), q_rows, heads, tiles["BLOCK_M"], accumulate is not False)
-    tiles = tiles_for("dkdv", block.q, block.v, extras)
-    yield launch(attention_backward_dkdv, tiles, dict(dk=dk, dv=dv), k_rows, kv_heads, tiles["BLOCK_N"], accumulate is True)
+def _arguments(mask: tuple[Any, ...], drop: tuple[Any, ...] | None, tiles: Tiles, **given: Any) -> Arguments:
+    """Of the launch that owns dq, by queries, or of the one that owns dk and dv, by keys."""
+    batch, options = given["q"].shape[0], dict(tiles)
+    by_queries = "dq" in given
+    rows, heads = given["q" if by_queries else "k"].shape[1:3]
+    given |= {f"{name}_strides": x.stride()[:3] for name, x in given.items() if isinstance(x, Tensor)}
+    given |= dict(
+        mask=mask,
+        drop=drop,
+        PRESCALED=given["scale"] <= 0,
+        rows=rows,
+        num_sequences=batch * heads,
+        num_heads=heads,
+        D=given["q"].shape[-1],
+        DV=given["v"].shape[-1],
+        GROUP=given["q"].shape[2] // given["k"].shape[2],
+    )
+    return -(-rows // options["BLOCK_M" if by_queries else "BLOCK_N"]) * batch * heads, given | options

@@ -207,15 +207,13 @@ def exponents(s, scale, softcap, PRESCALED: tl.constexpr):
         return s, scale * LOG2E
 
 
-def rule_arguments(block: Block) -> dict[str, Any]:
-    """What every kernel takes of a block beside its tensors."""
-    return dict(
-        mask=mask_argument(block.mask, block.q.device),
-        q_at=at_argument(block.q_at),
-        k_at=at_argument(block.k_at),
-        scale=block.scale,
-        softcap=block.softcap or None,
-    )
+Tiles = tuple[tuple[str, Any], ...]  # BLOCK_* and launch options with their values
+
+
+def rules(block: Block, tiles: dict[str, Any]) -> dict[str, Any]:
+    """What every kernel takes of a block beside its tensors, and its tiles."""
+    at = dict(q_at=at_argument(block.q_at), k_at=at_argument(block.k_at))
+    return at | dict(scale=block.scale, softcap=block.softcap or None, tiles=tuple(tiles.items()))
 
 
 def at_argument(segments: Segments) -> tuple[int | None, ...]:
@@ -235,6 +233,10 @@ def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None
         None if starts is None else batch_stride(starts, 2),
         None if prefix is None else batch_stride(prefix, 1),
     )
+
+
+def of_mask_and_dropout(block: Block) -> dict[str, Any]:
+    return dict(mask=mask_argument(block.mask, block.q.device), drop=drop_argument(block))
 
 
 def drop_argument(block: Block) -> tuple[Any, ...] | None:

@@ -7,6 +7,7 @@ most under a causal mask, start first so that the grid's tail is short.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
@@ -14,25 +15,26 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block, Carry
-from .launches import Launch
+from .launches import Arguments, Launch
 from .reference import INF
 from .segments import ascending_runs, num_rows
 from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
+    Tiles,
     aligned,
-    drop_argument,
     exponents,
     head_offset,
     kept,
     keys_of,
     load_tile,
+    of_mask_and_dropout,
     position,
     quads,
     row_count,
     rows_of,
-    rule_arguments,
+    rules,
     split_tile,
     store_tile,
     tile_range,
@@ -183,23 +185,27 @@ def forward_launches(
 
 
 def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
-    batch, rows, heads, width = block.q.shape
-    tiles = tiles_for("forward", block.q, block.v, extras=bool(block.dropout or block.softcap))
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
-    arguments = dict(
-        **tensors,
-        **{f"{name}_strides": None if x is None else x.stride()[:3] for name, x in tensors.items()},
-        **rule_arguments(block),
-        **tiles,
-        drop=drop_argument(block),
-        PRESCALED=block.scale <= 0,
+    tiles = tiles_for("forward", block.q, block.v, extras=bool(block.dropout or block.softcap))
+    how = rules(block, tiles) | dict(QUADS=quads(block.k_at, tiles["BLOCK_N"]))
+    return Launch(attention_forward, _arguments, tensors | of_mask_and_dropout(block), how)
+
+
+def _arguments(mask: tuple[Any, ...], drop: tuple[Any, ...] | None, tiles: Tiles, **given: Any) -> Arguments:
+    tensors = {name: given[name] for name in ("q", "k", "v", "out", "lse", "carry_out", "carry_lse")}
+    batch, rows, heads, width = given["q"].shape
+    options = dict(tiles)
+    given |= {f"{name}_strides": None if x is None else x.stride()[:3] for name, x in tensors.items()}
+    given |= dict(
+        mask=mask,
+        drop=drop,
+        PRESCALED=given["scale"] <= 0,
         rows=rows,
         num_sequences=batch * heads,
         num_heads=heads,
-        group=heads // block.k.shape[2],
+        group=heads // given["k"].shape[2],
         D=width,
-        DV=block.v.shape[-1],
-        QUADS=quads(block.k_at, tiles["BLOCK_N"]),
+        DV=given["v"].shape[-1],
     )
-    return Launch(attention_forward, (-(-rows // tiles["BLOCK_M"]) * batch * heads,), arguments)
+    return -(-rows // options["BLOCK_M"]) * batch * heads, given | options
