@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from kernels import Mask, attention, block_forward
 from kernels.blocks import choose_backend
+from kernels.hopper_common import counter
 from kernels.segments import whole
 
 from ..conftest import ON_HOPPER
@@ -194,3 +195,24 @@ def test_a_cuda_graph_repeats_it(backend: str) -> None:
         for name, kept, now in zip(("out", "dq", "dk", "dv"), held, run(), strict=True):
             close = (kept.float() - now.float()).norm() <= 1e-3 * now.float().norm()  # hopper's dq has no fixed order
             assert close, name
+
+
+@ON_HOPPER
+def test_streams_beside_each_other_and_the_counter_they_leave() -> None:
+    """A forward's programs share out its tiles by a counter, which each stream has once and every kernel leaves at 0."""
+    q, k, v = (torch.randn(1, 5000, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected = attention(q, k, v, Mask(causal=True), backend="hopper")
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(attention(q, k, v, Mask(causal=True), backend="hopper"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in results)
+    device = q.device
+    for stream in (*streams, torch.cuda.current_stream()):
+        with torch.cuda.stream(stream):
+            assert counter(device) is counter(device)
+            assert counter(device).item() == 0

@@ -12,7 +12,7 @@ from kernels.hopper_dq import apart
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(2, 48, 4, 64), (1, 48, 1, 128)])
 def test_a_descriptor_is_what_triton_would_make(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Its checks run once for all tensors alike; each still gets a descriptor of its own, of its own memory."""
+    """(batch, head, row, column) of a part of a tensor, and for a dimension of size 1 a stride that the TMA takes."""
     batch, rows, heads, width = shape
     packed = torch.zeros(batch, 2 * rows, heads, 2 * width, dtype=dtype)
     one, other = packed[:, :rows, :, :width], packed[:, rows:, :, width:]
