@@ -131,10 +131,11 @@ def ring_backward(
             if step.pieces:
                 block(step, k_block, v_block, *unpack(part, width), heads, slice(0, step.num_keys), add="dq")
             home.send(index, heads, part)
-    home.settle()
-    own_block(*second, add=True)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    home.finish(dk, dv)
+    home.close()
+    own_block(*second, add=True)
+    free, last = (to_the_end(half, own.num_keys, len(mine)) for half in (first, second))
+    home.finish(free, last, dk, dv)
     return dq.to(q.dtype), dk, dv, delta
 
 
@@ -142,6 +143,12 @@ def take(x: Tensor, one: slice, two: slice) -> Tensor:
     """x[:, one, two]; x itself if that is all of it, which takes no time."""
     x = x if one.stop - one.start == x.shape[1] else x[:, one]
     return x if two.stop - two.start == x.shape[2] else x[:, :, two]
+
+
+def to_the_end(half: tuple[slice, slice], keys: int, rows: int) -> tuple[slice, slice]:
+    """A half of a block that also has the rows behind its keys, which are padding."""
+    heads, own = half
+    return heads, slice(own.start, rows if own.stop == keys else own.stop)
 
 
 def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:

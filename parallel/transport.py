@@ -103,6 +103,9 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
         block = by_rows(rows_k), by_rows(rows_v)
 
 
+Region = tuple[slice, slice]  # KV heads and rows
+
+
 class Arrival(NamedTuple):
     """What comes in for some heads, and the memory that has to stay until it has been added."""
 
@@ -165,19 +168,36 @@ class Homeward:
         self.summed()
         self.held = None
 
-    def finish(self, *grads: Tensor) -> None:
-        """dk and dv: what came last is added straight into them, and all else is cast."""
+    def close(self) -> None:
+        """Before the last kernel: what is handed on beside it waits for all that came before."""
+        self.settle()
+        self.sums.follow()
+
+    def finish(self, free: Region, last: Region, *grads: Tensor) -> None:
+        """dk and dv. The last kernel, which is at work, writes to one region of `mine`; the free one is handed on beside it."""
         assert self.coming is not None, "a ring of several steps sends something in each"
-        heads = self.coming.heads
-        *sums, (rows, last) = self._arrived(self.coming) or [(slice(0, 0), self.mine[:0, :, heads])]
+        with self.sums.run():
+            arrived = self._arrived(self.coming)
+            here = self.sums.done()
+            self._hand_on(free, arrived, self.coming.heads, grads)
+        here()
+        self._hand_on(last, arrived, self.coming.heads, grads)
+        self.sums.done()()
+
+    def _hand_on(self, region: Region, arrived: list[tuple[slice, Tensor]], came: slice, grads: tuple[Tensor, ...]) -> None:
+        """What came last is added straight into dk and dv, and all else is cast."""
+        all_heads, all_rows = region
+        heads = _meet(all_heads, came)
+        parts = [(_meet(rows, all_rows), more[_within(rows, all_rows), :, _within(came, all_heads)]) for rows, more in arrived]
+        *sums, (rows, last) = parts or [(slice(all_rows.start, all_rows.start), self.mine[:0, :, heads])]
         for piece, more in sums:
             self.mine[piece, :, heads].add_(more)
-        before, behind = slice(0, rows.start), slice(rows.stop, None)
-        others = [(rows, slice(0, heads.start)), (rows, slice(heads.stop, None)), (before, slice(None)), (behind, slice(None))]
+        before, behind = slice(all_rows.start, rows.start), slice(rows.stop, all_rows.stop)
+        below, above = slice(all_heads.start, heads.start), slice(heads.stop, all_heads.stop)
         width = grads[0].shape[3]
         for grad, mine, more in zip(grads, unpack(self.mine, width), unpack(last, width), strict=True):
             torch.add(mine[:, rows, heads], more, out=grad[:, rows, heads])
-            for at in others:
+            for at in ((rows, below), (rows, above), (before, all_heads), (behind, all_heads)):
                 if (rest := mine[:, *at]).numel():
                     grad[:, *at] = rest
 
@@ -187,3 +207,15 @@ class Homeward:
         moved["dkv"] += len(arrival.pieces)
         places = slots(arrival.pieces, (arrival.into,))
         return [(piece.rows, place) for piece, (place,) in zip(arrival.pieces, places, strict=True)]
+
+
+def _meet(one: slice, other: slice) -> slice:
+    """What two runs have in common; where that is nothing, an empty run within the other."""
+    start = min(max(one.start, other.start), other.stop)
+    return slice(start, max(start, min(one.stop, other.stop)))
+
+
+def _within(one: slice, other: slice) -> slice:
+    """The same, counted from where the first one begins."""
+    common = _meet(one, other)
+    return slice(max(0, common.start - one.start), max(0, common.stop - one.start))
