@@ -8,12 +8,16 @@
 `accumulate` is True where all three add up and False where all three are written. A backend that also takes "dq", to add to dq
 and write dk and dv, says so by ADDS_DQ_ALONE = True; for others dk and dv are made zeros before.
 
+Both may return how the same is done again for other tensors that look alike, `again(…)`, where that takes less work: then a
+caller who knows that it is the same need not make a block. Without padding in the mask, and without dropout.
+
 Rows behind the segments are padding: out 0, lse -inf and no gradients. A kernel that takes fewer segments than a block has
 works on its parts, one run of queries and one of keys at a time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +25,8 @@ from .mask import Mask
 from .segments import Run, Segments, ascending_runs
 
 Carry = tuple[Tensor | None, Tensor]  # out and lse of the blocks before; out may be None for zeros
+# forward: (q, k, v, bounds of the mask, carry, out, lse); backward: (q, k, v, bounds, gradients)
+Again = Callable[..., Any]
 
 
 @dataclass(slots=True)

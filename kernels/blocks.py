@@ -13,7 +13,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -34,8 +34,9 @@ from .checks import (
 )
 from .compat import chip, triton_runs_on
 from .mask import Mask
+from .passed import Place, forms, once, read_once, rules_of
 from .reference import accumulation_dtype
-from .segments import Segment, Segments, check_segments, positions, whole
+from .segments import Segment, check_segments, positions, whole
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
 MODULES = {
@@ -133,23 +134,28 @@ def block_forward(
     carry's own: a tile of queries reads its rows before it writes them. `deterministic` is always true here.
     """
 
-    segments = _segments(q_at), _segments(k_at)
+    segments = read_once(q_at), read_once(k_at)
 
     def check() -> Place:
         place = _place(q, k, v, *segments)
         check_block(q, v, carry, last, into)
         return place
 
-    at = _once((_forms((q, k, v)), _forms(carry), _forms(into), last, segments), check)
+    bounds, rules = rules_of(q, mask, scale, softcap, dropout, type(seed).__name__, deterministic, backend)
+    passed = once((forms((q, k, v)), forms(carry), forms(into), last, segments, rules), check)
+    if passed.again is not None:
+        out, lse = into or new_outputs(q, v, last)
+        passed.again(q, k, v, bounds, carry, out, lse)
+        return out, lse
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options)
+    block = Block(q, k, v, _mask(q, k, mask, q_at), *passed.at, head_start, *options)
     if into is not None:
         check_address("into's out", into[0])
     run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
     out, lse = into or new_outputs(q, v, last)
     if lse.numel():
         with _own_precision(q):
-            run.block_forward(block, carry, out, lse)
+            passed.again = run.block_forward(block, carry, out, lse)
     return out, lse
 
 
@@ -215,16 +221,20 @@ def block_backward(
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     gradients = Gradients(dout, lse, delta, dq, dk, dv)
 
-    segments = _segments(q_at), _segments(k_at)
+    segments = read_once(q_at), read_once(k_at)
 
     def check() -> Place:
         place = _place(q, k, v, *segments)
         check_gradients(q, k, v, gradients, accumulate)
         return place
 
-    at = _once((_forms((q, k, v, *gradients)), accumulate, segments), check)
+    bounds, rules = rules_of(q, mask, scale, softcap, dropout, type(seed).__name__, deterministic, backend)
+    passed = once((forms((q, k, v, *gradients)), accumulate, segments, rules), check)
+    if passed.again is not None:
+        passed.again(q, k, v, bounds, gradients)
+        return
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at), *at, head_start, *options, deterministic)
+    block = Block(q, k, v, _mask(q, k, mask, q_at), *passed.at, head_start, *options, deterministic)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
     run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
@@ -234,40 +244,10 @@ def block_backward(
         accumulate = True
     if lse.numel():
         with _own_precision(q):
-            run.block_backward(block, gradients, accumulate)
+            passed.again = run.block_backward(block, gradients, accumulate)
     elif accumulate is not True:  # no queries, no gradients
         dk.zero_()
         dv.zero_()
-
-
-Place = tuple[Segments, Segments]  # where queries and keys stand
-REMEMBERED = 4096  # checks that were passed; then memory is emptied
-_passed: dict[Any, Place] = {}
-
-
-def _once(key: Any, check: Callable[[], Place]) -> Place:
-    """What the check returns, remembered by all that it looks at: a ring asks the same of other tensors again and again."""
-    if torch.compiler.is_compiling():
-        return check()
-    place = _passed.get(key)
-    if place is None:
-        place = check()
-        if len(_passed) >= REMEMBERED:
-            _passed.clear()
-        _passed[key] = place
-    return place
-
-
-def _forms(tensors: Iterable[Any] | None) -> Any:
-    """What the tensors are, but for their values and addresses; anything else by its type, which no check lets pass."""
-    if tensors is None:
-        return None
-    return tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors])
-
-
-def _segments(at: Iterable[Segment] | None) -> Any:
-    """Read once: what is remembered and what is checked are then the same, whatever was given."""
-    return None if at is None else tuple(map(tuple, at))
 
 
 def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Place:

@@ -17,7 +17,8 @@ Scores are (keys, queries), so that weights and dS are operands as they stand, f
 programs come by; in a deterministic backward they take turns (hopper_dq.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .block import Block, Gradients
+from .block import Again, Block, Gradients
 from .compat import GRADIENTS_LEAVE_BY_TMA, tma_load, tma_store
 from .hopper_common import (
     arrive_each,
@@ -49,7 +50,8 @@ from .hopper_common import (
 )
 from .hopper_dq import collect
 from .hopper_tiles import tiles_for
-from .launches import Arguments, Launch
+from .launches import Arguments, Known, Launch
+from .mask import Bounds
 from .triton_backward import add_up
 from .triton_common import (
     ANY_SIZE,
@@ -342,12 +344,25 @@ def write(
 ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
 
 
-def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> None:
+def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> Again | None:
     dout, q = (fetchable(without_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
     k, v = (fetchable(without_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
+    read = block.read_from(q, k, v)
+    known: list[Known | None] = []
+
+    def sums(gradients: Gradients) -> None:
+        known.extend(add_up(read, gradients._replace(dout=dout), accumulate or "dq", launches))
+
+    into_sums(gradients, accumulate, sums)
+    as_it_is = read is block and dout is gradients.dout and block.is_one_run and not block.deterministic
+    return partial(again, known[0], accumulate) if as_it_is and known[0] is not None else None
+
+
+def into_sums(gradients: Gradients, accumulate: bool | str, add: Callable[[Gradients], None]) -> None:
+    """The TMA adds, and in fp32: what is not to be added to begins as zeros, and is cast."""
     dq = gradients.dq
-    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)  # the TMA adds, and in fp32
-    add_up(block.read_from(q, k, v), gradients._replace(dout=dout, dq=dq_sum), accumulate or "dq", launches)
+    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)
+    add(gradients._replace(dq=dq_sum))
     if dq_sum is not dq:
         dq.copy_(dq_sum)
 
@@ -357,9 +372,17 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     batch, q_rows, heads, _ = q.shape
     if block.deterministic:
         turns = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
-    tensors = dict(q=q, k=block.k, v=block.v, turns=turns, mask=mask_argument(block.mask, q.device), **gradients._asdict())
+    tensors = tensors_of(q, block.k, block.v, block.mask.bounds(q.device), gradients) | dict(turns=turns)
     how = rules(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
     yield Launch(attention_backward, arguments, tensors, how)
+
+
+def again(known: Known, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> None:
+    into_sums(gradients, accumulate, lambda sums: known.launch(tensors_of(q, k, v, bounds, sums)))
+
+
+def tensors_of(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
+    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **gradients._asdict())
 
 
 def arguments(

@@ -10,6 +10,7 @@ product runs while the last tile is written. The producer works out where a tile
 shared memory for the consumers.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .block import Block, Carry
+from .block import Again, Block, Carry
 from .compat import tma_load, tma_store
 from .hopper_common import (
     WARPGROUP_ROWS,
@@ -43,7 +44,8 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .launches import Arguments, Launch
+from .launches import Arguments, Known, Launch
+from .mask import Bounds
 from .triton_common import (
     ANY_SIZE,
     LN2,
@@ -321,18 +323,30 @@ def softmax(
     return p, m_new, total, shrink
 
 
-def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
+def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
     v = without_padding(block.v, block.mask, block.k_at)
-    block = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
-    for call in forward_launches(block, carry, out, lse, launch):
-        call()
+    read = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
+    known = [call() for call in forward_launches(read, carry, out, lse, launch)]
+    as_it_is = read is block and block.is_one_run
+    return partial(again, known[0]) if as_it_is and known[0] is not None else None
 
 
 def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
+    q, k, v = block.q, block.k, block.v
+    tensors = tensors_of(q, k, v, block.mask.bounds(q.device), carry, out, lse)
+    return Launch(attention_forward, arguments, tensors, rules(block, tiles_for("forward", q, v)))
+
+
+def again(known: Known, *given: Any) -> None:
+    known.launch(tensors_of(*given))
+
+
+def tensors_of(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, carry: Carry | None, out: Tensor, lse: Tensor
+) -> dict[str, Any]:
     carry_out, carry_lse = carry or (None, None)
-    tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
-    tensors |= dict(mask=mask_argument(block.mask, block.q.device), taken=counter(out.device))
-    return Launch(attention_forward, arguments, tensors, rules(block, tiles_for("forward", block.q, block.v)))
+    tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    return tensors | dict(mask=mask_argument(bounds), taken=counter(q.device))
 
 
 def arguments(

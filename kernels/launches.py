@@ -19,12 +19,20 @@ Arguments = tuple[int, dict[str, Any]]  # how many programs, and what they are g
 
 
 class Known(NamedTuple):
-    """A launch as it was made before."""
+    """A launch as it was made before: all but the tensors."""
 
     compiled: Any
     programs: int
+    device: torch.device
     arguments: list[Any]
     own: list[tuple[int, str]]  # which arguments are of a launch's own tensors, and their names
+
+    def launch(self, tensors: dict[str, Any]) -> None:
+        arguments = self.arguments.copy()
+        for index, name in self.own:
+            arguments[index] = _of(arguments[index], tensors[name])
+        with _on(self.device):
+            self.compiled[self.programs, 1, 1](*arguments)
 
 
 _known: dict[Any, Known] = {}
@@ -49,30 +57,31 @@ class Launch:
     def worked_out(self) -> Arguments:
         return self.make(**self.tensors, **self.rules)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Known | None:
+        """What is known of it from now on, for callers that know by themselves when a launch looks like this one."""
         assert not self.ran, "a launch runs once: make another"
         self.ran = True
         looks = self.make, *self.rules.values(), *_looks(self.tensors.values())
         known = _known.get(looks)
-        with _on(next(x.device for x in self.tensors.values() if isinstance(x, Tensor))):
-            if known is not None:
-                arguments = known.arguments.copy()
-                for index, name in known.own:
-                    arguments[index] = _of(arguments[index], self.tensors[name])
-                known.compiled[known.programs, 1, 1](*arguments)
-                return
-            programs, given = self.worked_out()
-            if programs == 0:
-                return
+        if known is not None:
+            known.launch(self.tensors)
+            return known
+        programs, given = self.worked_out()
+        if programs == 0:
+            return None
+        device = next(x.device for x in self.tensors.values() if isinstance(x, Tensor))
+        with _on(device):
             compiled = self.kernel[(programs,)](**given)
-            if compiled is not None:  # Triton's interpreter compiles nothing
-                if len(_known) >= REMEMBERED:
-                    _known.clear()
-                names = self.kernel.arg_names
-                own = [(index, name) for index, name in enumerate(names) if self.tensors.get(name) is not None]
-                for _, name in own:  # to remember it is not to keep its memory
-                    given[name] = _of(given[name], None)
-                _known[looks] = Known(compiled, programs, [given[name] for name in names], own)
+        if compiled is None:  # Triton's interpreter compiles nothing
+            return None
+        if len(_known) >= REMEMBERED:
+            _known.clear()
+        names = self.kernel.arg_names
+        own = [(index, name) for index, name in enumerate(names) if self.tensors.get(name) is not None]
+        for _, name in own:  # to remember it is not to keep its memory
+            given[name] = _of(given[name], None)
+        known = _known[looks] = Known(compiled, programs, device, [given[name] for name in names], own)
+        return known
 
 
 def _looks(given: Iterable[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block, Gradients
-from .launches import Arguments, Launch
+from .launches import Arguments, Known, Launch
 from .segments import ascending_runs
 from .triton_common import (
     ANY_SIZE,
@@ -254,16 +254,16 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
     add_up(block, gradients._replace(dout=aligned(gradients.dout)), accumulate, _launches)
 
 
-def add_up(block: Block, gradients: Gradients, accumulate: bool | str, launches: Launches) -> None:
-    """Runs all launches, with fp32 sums behind gradients in 16 bits that take more than one."""
+def add_up(block: Block, gradients: Gradients, accumulate: bool | str, launches: Launches) -> list[Known | None]:
+    """Runs all launches, with fp32 sums behind gradients in 16 bits that take more than one; what is known of each."""
     pieces = len(ascending_runs(block.q_at)) * len(ascending_runs(block.k_at))
     dout, lse, delta, *given = gradients
     totals = [g if pieces == 1 or g.dtype == lse.dtype else torch.zeros_like(g, dtype=lse.dtype) for g in given]
-    for call in backward_launches(block, Gradients(dout, lse, delta, *totals), accumulate, launches):
-        call()
+    known = [call() for call in backward_launches(block, Gradients(dout, lse, delta, *totals), accumulate, launches)]
     for gradient, total in zip(given, totals, strict=True):
         if total is not gradient:
             gradient.copy_(total)
+    return known
 
 
 def backward_launches(

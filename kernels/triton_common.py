@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .block import Block
 from .checks import even_rows
-from .mask import SENTINEL, Mask
+from .mask import SENTINEL, Bounds
 from .philox import keep_tile, threshold
 from .segments import Segments
 
@@ -221,8 +221,8 @@ def at_argument(segments: Segments) -> tuple[int | None, ...]:
     return (*segments[0], *(segments[1] if len(segments) == 2 else (None, None, None)))
 
 
-def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None, ...]:
-    left, right, _, starts, ends, prefix = mask.bounds(device)
+def mask_argument(bounds: Bounds) -> tuple[int | Tensor | None, ...]:
+    left, right, _, starts, ends, prefix = bounds
     return (
         None if left == SENTINEL else left,
         None if right == SENTINEL else right,
@@ -236,7 +236,7 @@ def mask_argument(mask: Mask, device: torch.device) -> tuple[int | Tensor | None
 
 
 def of_mask_and_dropout(block: Block) -> dict[str, Any]:
-    return dict(mask=mask_argument(block.mask, block.q.device), drop=drop_argument(block))
+    return dict(mask=mask_argument(block.mask.bounds(block.q.device)), drop=drop_argument(block))
 
 
 def drop_argument(block: Block) -> tuple[Any, ...] | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Mask, attention, block_backward, block_forward, blocks, output_delta
+from kernels import Mask, attention, block_backward, block_forward, blocks, output_delta, passed
 from kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
 
 from ..conftest import HAS_GPU, ON_HOPPER
@@ -390,7 +390,7 @@ def test_what_passed_once_is_checked_again(device: str) -> None:
 
 def test_segments_that_can_be_read_once_are_read_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Or an empty list would be remembered for them, and for every list like them."""
-    monkeypatch.setattr(blocks, "_passed", {})
+    monkeypatch.setattr(passed, "_passed", {})
     q, k, v, dout = inputs(torch.float32, device)
     at, mask = [(0, 1, LENGTH)], Mask(causal=True)
     expected, grads = attention(q, k, v, mask, return_lse=True), [torch.zeros_like(x) for x in (q, k, v)]
@@ -403,14 +403,89 @@ def test_segments_that_can_be_read_once_are_read_once(monkeypatch: pytest.Monkey
 
 
 def test_checks_remember_no_tensors_and_not_everything(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(blocks, "_passed", {})
-    monkeypatch.setattr(blocks, "REMEMBERED", 3)
+    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(passed, "REMEMBERED", 3)
     for length in range(1, 9):
         q, k, v, dout = inputs(torch.float32, device, length)
         out, lse = block_forward(q, k, v, None)
         block_backward(dout, q, k, v, lse, output_delta(dout, out), None, None, None, *(torch.zeros_like(x) for x in (q, k, v)))
-        assert 0 < len(blocks._passed) <= 3
+        assert 0 < len(passed._passed) <= 3
     gone = [weakref.ref(x) for x in (q, k, v, dout, out, lse)]
     del q, k, v, dout, out, lse
     gc.collect()
     assert [ref() for ref in gone] == [None] * 6
+
+
+class Shorter:
+    """Stands where a backend would be: says how often it got a block, and how often it was asked to do the same again."""
+
+    def __init__(self) -> None:
+        self.blocks, self.again = 0, []
+
+    def block_forward(self, *_block: object) -> object:
+        self.blocks += 1
+        return lambda *given: self.again.append(given)
+
+    block_backward = block_forward
+
+
+def test_a_shorter_way_is_taken_for_the_same_call_only(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    backend = Shorter()
+    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(blocks, "_module", lambda name, backward: backend)
+    mask, at = Mask(causal=True), [(0, 1, LENGTH)]
+
+    def call(mask: Mask | None = mask, q_at: list | None = at, q: Tensor | None = None, **options) -> tuple[Tensor, ...]:
+        given, k, v, _ = inputs(torch.float32, device)
+        q = given if q is None else q
+        out, lse = block_forward(q, k, v, mask, q_at, at, **options)
+        return q, k, v, out, lse
+
+    call()
+    q, k, v, out, lse = call()
+    [(*qkv, bounds, carry, to_out, to_lse)] = backend.again
+    assert [x is y for x, y in zip((*qkv, to_out, to_lse), (q, k, v, out, lse), strict=True)] == [True] * 5
+    assert bounds == mask.bounds() and carry is None
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (q.shape[0], q.shape[2], LENGTH)
+    documents = torch.zeros(LENGTH, dtype=torch.int32)
+    for change in (
+        dict(mask=None),
+        dict(mask=Mask(causal=True, window=3)),
+        dict(mask=Mask(causal=True, documents=documents)),
+        dict(mask=Mask(causal=True, documents=documents - 1)),  # padding
+        dict(q_at=[(1, 1, LENGTH)]),
+        dict(q=q.transpose(0, 1).contiguous().transpose(0, 1)),
+        dict(carry=(None, lse)),
+        dict(carry=(out, lse)),
+        dict(into=(out, lse)),
+        dict(last=False),
+        dict(scale=0.5),
+        dict(softcap=1.0),
+        dict(backend="reference"),
+    ):
+        before = backend.blocks, len(backend.again)
+        call(**change)
+        assert (backend.blocks, len(backend.again)) == (before[0] + 1, before[1]), change
+        call(**change)
+        assert (backend.blocks, len(backend.again)) == (before[0] + 1, before[1] + 1), change
+    for wrong in (dict(seed="3"), dict(scale=True), dict(q=q[:, 1:]), dict(deterministic=1), dict(backend="fast")):
+        with pytest.raises(ValueError):
+            call(**wrong)
+
+
+def test_a_shorter_way_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    backend = Shorter()
+    q, k, v, dout = inputs(torch.float32, device)
+    out, lse = block_forward(q, k, v, None)
+    delta = output_delta(dout, out)
+    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(blocks, "_module", lambda name, backward: backend)
+    for accumulate in (True, False):
+        for times in range(3):
+            grads = [torch.zeros_like(x) for x in (q, k, v)]
+            block_backward(dout, q, k, v, lse, delta, None, None, None, *grads, accumulate=accumulate)
+            assert len(backend.again) == times + 2 * (not accumulate)
+            if times:
+                *_, gradients = backend.again[-1]
+                assert all(x is y for x, y in zip(gradients, (dout, lse, delta, *grads), strict=True))
+    assert backend.blocks == 2

@@ -37,6 +37,15 @@ def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_m
 
 
 @ON_HOPPER
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout][::4], ids=str)
+def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
+    """The second call goes straight to the kernel, and the third one's tensors are others still."""
+    if case.scale is None or case.scale > 0:
+        for _ in range(3):
+            check_case(case.grown(13), "hopper", torch.bfloat16, "cuda")
+
+
+@ON_HOPPER
 def test_what_hopper_does_not_take() -> None:
     q = torch.randn(1, 10, 2, 64, device="cuda", dtype=torch.bfloat16)
     for inputs, options in ((q.float(), {}), (q, dict(dropout=0.1)), (q, dict(scale=-1.0))):

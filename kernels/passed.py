@@ -1,0 +1,70 @@
+"""What was asked before: calls of the block functions that passed their checks, and how to do the same again.
+
+A ring asks the same of other tensors again and again, some thousand times a second. A call is known by all that its checks,
+its arguments and its kernel can depend on: what its tensors look like, but not what they hold or where they are.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .block import Again
+from .mask import Bounds, Mask
+from .segments import Segment, Segments
+
+REMEMBERED = 4096  # calls that passed; then memory is emptied
+_EVERYTHING = Mask()
+_PLAIN = {float, int, bool, str}
+Place = tuple[Segments, Segments]  # where queries and keys stand
+
+
+class Passed:
+    """A call that passed its checks, and how a backend does it again, if it has a shorter way than from a block."""
+
+    def __init__(self, at: Place) -> None:
+        self.at = at
+        self.again: Again | None = None
+
+
+_passed: dict[Any, Passed] = {}
+
+
+def once(key: Any, check: Callable[[], Place]) -> Passed:
+    """The call, remembered by all that it depends on: a ring asks the same of other tensors again and again."""
+    if torch.compiler.is_compiling():
+        return Passed(check())
+    passed = _passed.get(key)
+    if passed is None:
+        passed = Passed(check())
+        if len(_passed) >= REMEMBERED:
+            _passed.clear()
+        _passed[key] = passed
+    return passed
+
+
+def forms(tensors: Iterable[Any] | None) -> Any:
+    """What the tensors are, but for their values and addresses; anything else by its type, which no check lets pass."""
+    if tensors is None:
+        return None
+    return tuple([_form(x) if isinstance(x, Tensor) else type(x) for x in tensors])
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    aligned = not x.is_cuda or torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
+    return x.shape, x.stride(), x.dtype, x.device, aligned
+
+
+def rules_of(q: Tensor, mask: Mask | None, *options: Any) -> tuple[Bounds | None, Any]:
+    """The mask as kernels take it, and all that a call was told beside its tensors; True is not 1 here."""
+    bounds = None
+    if isinstance(mask, Mask | None) and isinstance(q, Tensor):
+        bounds = (_EVERYTHING if mask is None else mask).bounds(q.device)
+    numbers = None if bounds is None else (bounds[:3], forms(bounds[3:]))
+    return bounds, (numbers, *[x if type(x) in _PLAIN else None for x in options], *map(type, options))
+
+
+def read_once(at: Iterable[Segment] | None) -> Any:
+    """Read once: what is remembered and what is checked are then the same, whatever was given."""
+    return None if at is None else tuple(map(tuple, at))
