@@ -4,8 +4,8 @@
     python -m kernels.tune --kernels hopper-forward hopper-backward --save tiles-hopper-h200
     python -m kernels.tune --kernels dkdv --widths 128
 
-Candidates are compiled side by side first. Each must reproduce torch's own bf16 attention (a configuration can be fast and
-wrong) and is then timed, causal, at 16k tokens and heads · width = 2048. The fastest go into triton_tiles.py and
+Candidates of a head dim are compiled side by side first. Each must reproduce torch's own bf16 attention (a configuration can be
+fast and wrong) and is then timed, causal, at 16k tokens and heads · width = 2048. The fastest go into triton_tiles.py and
 hopper_tiles.py by hand, because what is read there should also be understood. No user's first step ever waits for tuning.
 """
 
@@ -168,10 +168,24 @@ def main() -> None:
     chip_name = chip(torch.device("cuda"))
     if chip_name != "sm_90" and set(arguments.kernels) & set(HOPPER):
         parser.error(f"this GPU is {chip_name}, and the Hopper kernels need sm_90: name {' '.join(PORTABLE)} with --kernels")
+    command = f"python -m kernels.tune --kernels {' '.join(arguments.kernels)} --widths {' '.join(map(str, arguments.widths))}"
+    result = dict(kind="tiles", **machine(torch.device("cuda")), dtype="bf16", command=command, rows=[])
+    path = arguments.json
+    if path is None and arguments.save is not None:
+        name = (arguments.save or f"tiles-{slug(result['device'])}").removesuffix(".json")
+        path = ROOT / "docs/results" / f"{name}.json"
+    for width in arguments.widths:
+        result["rows"] += tune(arguments.kernels, width, chip_name)
+        if path is not None:  # after each width: who is cut short keeps what was measured
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"written: {path}", flush=True)
+
+
+def tune(kernels: list[str], width: int, chip_name: str) -> list[dict[str, Any]]:
+    """A row for each candidate; prints the three fastest of each kernel."""
     jobs = [
         (kernel, width, tile)
-        for width in arguments.widths
-        for kernel in arguments.kernels
+        for kernel in kernels
         for tile in (HOPPER_CANDIDATES[kernel].get(width, []) if kernel in HOPPER else CANDIDATES[width])
     ]
     spawn = multiprocessing.get_context("spawn")
@@ -180,30 +194,19 @@ def main() -> None:
             dict(kernel=k, width=w, tile=tile) | compiled
             for (k, w, tile), compiled in zip(jobs, pool.map(compiles, [(*job, chip_name) for job in jobs]), strict=True)
         ]
-    for width in arguments.widths:
-        t = tensors(width, "cuda")
-        truth = truth_of(t)
-        launch("forward", width, (64, 32, 4, 1), t)()  # the backward needs a right lse
-        t["delta"].copy_(output_delta(t["dout"], t["out"]))
-        for row in rows:
-            if row["width"] == width and row["status"] == "compiled":
-                row |= measure(row["kernel"], width, row["tile"], t, truth)
-        for kernel in arguments.kernels:
-            mine = [row for row in rows if (row["kernel"], row["width"]) == (kernel, width) and row["status"] == "ok"]
-            for row in sorted(mine, key=lambda row: row["ms"])[:3]:
-                tile, spills = row["tile"], row["spills"]
-                print(
-                    f"{kernel} {width}: {tile} {row['tflops']:.0f} TFLOP/s ({row['ms']:.2f} ms, {spills} B spilled)", flush=True
-                )
-    if arguments.save is not None or arguments.json:
-        command = (
-            f"python -m kernels.tune --kernels {' '.join(arguments.kernels)} --widths {' '.join(map(str, arguments.widths))}"
-        )
-        result = dict(kind="tiles", **machine(torch.device("cuda")), dtype="bf16", command=command, rows=rows)
-        name = (arguments.save or f"tiles-{slug(result['device'])}").removesuffix(".json")
-        path = arguments.json or ROOT / "docs/results" / f"{name}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written: {path}")
+    t = tensors(width, "cuda")
+    truth = truth_of(t)
+    launch("forward", width, (64, 32, 4, 1), t)()  # the backward needs a right lse
+    t["delta"].copy_(output_delta(t["dout"], t["out"]))
+    for row in rows:
+        if row["status"] == "compiled":
+            row |= measure(row["kernel"], width, row["tile"], t, truth)
+    for kernel in kernels:
+        mine = [row for row in rows if row["kernel"] == kernel and row["status"] == "ok"]
+        for row in sorted(mine, key=lambda row: row["ms"])[:3]:
+            ms, spills = row["ms"], row["spills"]
+            print(f"{kernel} {width}: {row['tile']} {row['tflops']:.0f} TFLOP/s ({ms:.2f} ms, {spills} B spilled)", flush=True)
+    return rows
 
 
 if __name__ == "__main__":
