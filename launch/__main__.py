@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
     configs = [compose.main(PROGRAM, __doc__, [*given, *job]).config for job in jobs]  # ends here if something is wrong
     del os.environ["WORLD_SIZE"]
+    if (cores := os.cpu_count() or 1) < num_ranks and not rules.has_gpu():
+        print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}: they will take turns", file=sys.stderr)
     same = set.intersection(*map(set, jobs))
     runs: list[tuple[str, Path]] = []
     code, stopped = 0, False

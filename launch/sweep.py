@@ -3,6 +3,7 @@
 held out   loss    tokens/s   step
 4.599      5.308      15.2k      3   seed=1 optim.lr=0.002   runs/tiny-512-fb5327
 4.655      5.425      16.2k      3   seed=1 optim.lr=0.001   runs/tiny-512-8dca65
+(loss: the mean of the last 10 steps; held out: of the last evaluation)
 """
 
 import contextlib
@@ -24,7 +25,7 @@ def table(runs: list[tuple[str, Path]]) -> str:
     for its, label, folder in found:
         cells = [_number(its["held_out"], 11), _number(its["loss"], 8), _thousands(its["tokens_per_s"]), f"{its['step']:>7}"]
         lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"(loss: the mean of the last {LAST} steps; held out: of the last evaluation)"])
 
 
 def outcome(folder: Path) -> dict[str, Any]:

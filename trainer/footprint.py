@@ -133,6 +133,18 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     return found
 
 
+def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str:
+    """A warning if a rank is planned to need more memory than it has; otherwise nothing."""
+    found = footprint(config, world, gpu)
+    if found.peak <= (1 - RESERVE) * memory:
+        return ""
+    needed = f"{found.peak / GIB:.1f} GiB (at {found.highest})"
+    return (
+        f"memory: a rank is planned to need {needed} and has {memory / GIB:.1f}, so it may run out. "
+        "python -m trainer.check with the same options says what would fit"
+    )
+
+
 def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: int, pulled: bool = False) -> float:
     """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
 

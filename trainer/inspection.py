@@ -1,6 +1,7 @@
 """Looking at single steps: torch.profiler's trace, a snapshot of the GPU's memory, and how much of it is used."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,14 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
             torch.cuda.memory._record_memory_history(max_entries=200_000)
             stack.callback(lambda: _snapshot(folder / "memory" / f"step-{step}-rank-{rank}.pickle"))
         yield
+
+
+def memory_of_a_rank(device: torch.device) -> float:
+    """Bytes: its GPU's, or its part of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:

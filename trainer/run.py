@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ from .config import Model
 from .data import BLOCK, Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
+from .footprint import too_much
 from .generate import generate
 from .model import GPT, fresh
 from .ranks import Ranks
@@ -41,6 +42,8 @@ class Run:
         self.folder, self._lock = self._enter(composed)
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
         self.tokenizer, self.model_config, self.data, self.held_out = ranks.alike(self._open)
+        if ranks.rank == 0:
+            self._warn_of_memory()
         self.layout = ranks.mesh.layout(config.parallel.layout, config.data.length)
         self.at = self.layout.positions(ranks.mesh.context_rank)
         self.accumulation = config.data.batch // (config.data.micro_batch * ranks.mesh.data)
@@ -100,7 +103,7 @@ class Run:
         values: dict[str, Any] = dict(loss=total.loss, grad=grad, lr=lr, labels=labels, tokens=self.position.tokens)
         values["samples"] = [self.position.samples - config.data.batch, self.position.samples - 1]
         values |= dict(seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.ranks.world / 1e12)
-        if len(total.sources) > 1:
+        if len(self.data.names) > 1:  # also in a step that has only one of them
             values["source"] = total.sources
         if not applied:
             values["skipped"] = step - self.position.applied
@@ -262,6 +265,13 @@ class Run:
         from . import weights
 
         return weights.values(Path(self.config.init_from).expanduser(), self.model_config, self.config.rope)
+
+    def _warn_of_memory(self) -> None:
+        """Before it is taken: a machine without enough may end a rank without a word."""
+        known = replace(self.config, model=self.model_config)
+        there = inspection.memory_of_a_rank(self.device)
+        if warning := too_much(known, self.ranks.world, there, self.device.type == "cuda"):
+            print(warning, file=sys.stderr, flush=True)
 
     def _describe(self, source: checkpoint.Reader | None) -> None:
         config, mesh = self.config, self.ranks.mesh

@@ -22,7 +22,7 @@ from trainer import check, compose, loop
 from trainer import footprint as footprint_module
 from trainer.config import Config
 from trainer.cost import parameters
-from trainer.footprint import GIB, RESERVE, footprint, longest
+from trainer.footprint import GIB, RESERVE, footprint, longest, too_much
 from trainer.memory import install
 from trainer.model import GPT
 from trainer.run import Run
@@ -112,6 +112,15 @@ def test_zero_1_in_bf16_keeps_fp32_sums_and_no_other_gradients(tmp_path: Path) -
 )
 def test_what_saves_memory_is_seen_to_save_it(less: list[str], more: list[str]) -> None:
     assert footprint(planned(*less), 4).peak < footprint(planned(*more), 4).peak
+
+
+def test_a_run_that_may_not_fit_says_so() -> None:
+    config = planned()
+    enough = footprint(config, 4).peak / (1 - RESERVE)
+    assert too_much(config, 4, enough * 1.001) == ""
+    warning = too_much(config, 4, enough * 0.999)
+    assert f"{footprint(config, 4).peak / GIB:.1f} GiB" in warning and f"has {enough / GIB:.1f}" in warning
+    assert "trainer.check" in warning
 
 
 def test_the_longest_context_is_the_last_that_fits() -> None:
