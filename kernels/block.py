@@ -9,7 +9,8 @@
 and write dk and dv, says so by ADDS_DQ_ALONE = True; for others dk and dv are made zeros before.
 
 Both may return how the same is done again for other tensors that look alike, `again(…)`, where that takes less work: then a
-caller who knows that it is the same need not make a block. Without padding in the mask, and without dropout.
+caller who knows that it is the same need not make a block. Without padding in the mask, and without dropout; and with
+ADDS_DQ_ALONE, for whoever calls it makes no zeros.
 
 Rows behind the segments are padding: out 0, lse -inf and no gradients. A kernel that takes fewer segments than a block has
 works on its parts, one run of queries and one of keys at a time.

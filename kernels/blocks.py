@@ -141,9 +141,9 @@ def block_forward(
         check_block(q, v, carry, last, into)
         return place
 
-    bounds, rules = rules_of(q, mask, scale, softcap, dropout, type(seed).__name__, deterministic, backend)
+    bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
     passed = once((forms((q, k, v)), forms(carry), forms(into), last, segments, rules), check)
-    if passed.again is not None:
+    if rules and passed.again:
         out, lse = into or new_outputs(q, v, last)
         passed.again(q, k, v, bounds, carry, out, lse)
         return out, lse
@@ -228,9 +228,9 @@ def block_backward(
         check_gradients(q, k, v, gradients, accumulate)
         return place
 
-    bounds, rules = rules_of(q, mask, scale, softcap, dropout, type(seed).__name__, deterministic, backend)
+    bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
     passed = once((forms((q, k, v, *gradients)), accumulate, segments, rules), check)
-    if passed.again is not None:
+    if rules and passed.again:
         passed.again(q, k, v, bounds, gradients)
         return
     options = block_options(q, scale, softcap, dropout, seed, deterministic)

@@ -195,19 +195,3 @@ def _multiprocessors(index: int) -> int:
 def num_programs(device: torch.device) -> int:
     """One for each multiprocessor."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
-
-
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def counter(device: torch.device) -> Tensor:
-    """An int32 that is 0 when the kernel begins that is launched next, and that this kernel leaves at 0.
-
-    Kernels of one stream run one after another, so they share one. A CUDA graph can run beside them: it gets its own.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), dtype=torch.int32, device=device)
-    place = device, torch.cuda.current_stream(device).cuda_stream
-    if place not in _counters:
-        _counters[place] = torch.zeros((), dtype=torch.int32, device=device)
-    return _counters[place]

@@ -5,14 +5,14 @@ While the tensor cores multiply the last tile's weights with v and this tile's k
 What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
 
 The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that
-nobody has (`taken` counts, and is 0 again at the end), so programs end together whatever the mask; the next tile's first
-product runs while the last tile is written. The producer works out where a tile is and what it sees, and leaves that in
-shared memory for the consumers.
+nobody has (`taken` counts), so programs end together whatever the mask; the next tile's first product runs while the last
+tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
 """
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +29,6 @@ from .compat import tma_load, tma_store
 from .hopper_common import (
     WARPGROUP_ROWS,
     barriers,
-    counter,
     descriptor,
     fetchable,
     heads_together,
@@ -145,8 +144,6 @@ def produce(
                     tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_place), q_tile.index(q_place * CONSUMERS + c))
         index = gl.num_programs(0) + gl.atomic_add(taken, 1)
         i += 1
-    if index == total + gl.num_programs(0) - 1:  # every program has its last number, and this one came last
-        gl.store(taken, 0)
     publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0))
     place = wait_free(kv_free, slots, STAGES)
     mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
@@ -346,7 +343,7 @@ def tensors_of(
 ) -> dict[str, Any]:
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
-    return tensors | dict(mask=mask_argument(bounds), taken=counter(q.device))
+    return tensors | dict(mask=mask_argument(bounds), taken=torch.zeros((), dtype=torch.int32, device=q.device))
 
 
 def arguments(

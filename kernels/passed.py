@@ -1,7 +1,7 @@
 """What was asked before: calls of the block functions that passed their checks, and how to do the same again.
 
-A ring asks the same of other tensors again and again, some thousand times a second. A call is known by all that its checks,
-its arguments and its kernel can depend on: what its tensors look like, but not what they hold or where they are.
+A ring asks the same of other tensors again and again, some thousand times a second. A call is known by what its tensors look
+like, but not by what they hold or where they are, and by what it was told beside them, as far as that is plain numbers.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .block import Again
 from .mask import Bounds, Mask
@@ -16,7 +17,7 @@ from .segments import Segment, Segments
 
 REMEMBERED = 4096  # calls that passed; then memory is emptied
 _EVERYTHING = Mask()
-_PLAIN = {float, int, bool, str}
+_PLAIN = {float, int, bool, str, type(None)}
 Place = tuple[Segments, Segments]  # where queries and keys stand
 
 
@@ -52,17 +53,20 @@ def forms(tensors: Iterable[Any] | None) -> Any:
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
-    aligned = not x.is_cuda or torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
-    return x.shape, x.stride(), x.dtype, x.device, aligned
+    somewhere = x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+    return x.shape, x.stride(), x.dtype, x.device, somewhere and x.data_ptr() % 16 == 0
 
 
-def rules_of(q: Tensor, mask: Mask | None, *options: Any) -> tuple[Bounds | None, Any]:
-    """The mask as kernels take it, and all that a call was told beside its tensors; True is not 1 here."""
-    bounds = None
-    if isinstance(mask, Mask | None) and isinstance(q, Tensor):
-        bounds = (_EVERYTHING if mask is None else mask).bounds(q.device)
-    numbers = None if bounds is None else (bounds[:3], forms(bounds[3:]))
-    return bounds, (numbers, *[x if type(x) in _PLAIN else None for x in options], *map(type, options))
+def rules_of(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:
+    """The mask as kernels take it, and all that a call was told beside its tensors, by which one like it is known; True is not
+    1 here. None if only a check can say what it was told: then nothing is done again without it."""
+    if not (isinstance(mask, Mask | None) and isinstance(q, Tensor)):
+        return None, None
+    bounds = (_EVERYTHING if mask is None else mask).bounds(q.device)
+    kinds = tuple(map(type, options))
+    if seed is not None or not _PLAIN.issuperset(kinds):
+        return bounds, None
+    return bounds, (bounds[:3], forms(bounds[3:]), options, kinds)
 
 
 def read_once(at: Iterable[Segment] | None) -> Any:

@@ -116,7 +116,7 @@ def ring_backward(
     dq = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
     home = Homeward(mover, mine)
-    first, second = halves(k.shape[2], own.num_keys)
+    first, second = halves(k.shape[2], own.num_keys, own.num_keys)
 
     def own_block(heads: slice, keys: slice, add: bool | str) -> None:
         block(own, k, v, *unpack(mine[keys, :, heads], width), heads, keys, add)
@@ -134,7 +134,7 @@ def ring_backward(
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     home.close()
     own_block(*second, add=True)
-    free, last = (to_the_end(half, own.num_keys, len(mine)) for half in (first, second))
+    free, last = halves(k.shape[2], own.num_keys, len(mine))
     home.finish(free, last, dk, dv)
     return dq.to(q.dtype), dk, dv, delta
 
@@ -145,14 +145,9 @@ def take(x: Tensor, one: slice, two: slice) -> Tensor:
     return x if two.stop - two.start == x.shape[2] else x[:, :, two]
 
 
-def to_the_end(half: tuple[slice, slice], keys: int, rows: int) -> tuple[slice, slice]:
-    """A half of a block that also has the rows behind its keys, which are padding."""
-    heads, own = half
-    return heads, slice(own.start, rows if own.stop == keys else own.stop)
-
-
-def halves(heads: int, keys: int) -> list[tuple[slice, slice]]:
-    """(KV heads, keys) of the two halves of a block: half of the heads each, or half of the keys if there is one head."""
+def halves(heads: int, keys: int, end: int) -> list[tuple[slice, slice]]:
+    """(KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head. Rows end
+    with the keys, or behind the padding."""
     if heads > 1:
-        return [(slice(0, heads // 2), slice(0, keys)), (slice(heads // 2, heads), slice(0, keys))]
-    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, keys))]
+        return [(slice(0, heads // 2), slice(0, end)), (slice(heads // 2, heads), slice(0, end))]
+    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, end))]

@@ -173,21 +173,21 @@ class Homeward:
         self.settle()
         self.sums.follow()
 
-    def finish(self, free: Region, last: Region, *grads: Tensor) -> None:
+    def finish(self, free: Region, last: Region, dk: Tensor, dv: Tensor) -> None:
         """dk and dv. The last kernel, which is at work, writes to one region of `mine`; the free one is handed on beside it."""
         assert self.coming is not None, "a ring of several steps sends something in each"
         with self.sums.run():
             arrived = self._arrived(self.coming)
             here = self.sums.done()
-            self._hand_on(free, arrived, self.coming.heads, grads)
+            self._hand_on(free, arrived, self.coming.heads, (dk, dv))
         here()
-        self._hand_on(last, arrived, self.coming.heads, grads)
+        self._hand_on(last, arrived, self.coming.heads, (dk, dv))
         self.sums.done()()
 
     def _hand_on(self, region: Region, arrived: list[tuple[slice, Tensor]], came: slice, grads: tuple[Tensor, ...]) -> None:
         """What came last is added straight into dk and dv, and all else is cast."""
         all_heads, all_rows = region
-        heads = _meet(all_heads, came)
+        heads = _meet(came, all_heads)
         parts = [(_meet(rows, all_rows), more[_within(rows, all_rows), :, _within(came, all_heads)]) for rows, more in arrived]
         *sums, (rows, last) = parts or [(slice(all_rows.start, all_rows.start), self.mine[:0, :, heads])]
         for piece, more in sums:

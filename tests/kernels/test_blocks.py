@@ -5,6 +5,7 @@ import itertools
 import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -468,9 +469,14 @@ def test_a_shorter_way_is_taken_for_the_same_call_only(monkeypatch: pytest.Monke
         assert (backend.blocks, len(backend.again)) == (before[0] + 1, before[1]), change
         call(**change)
         assert (backend.blocks, len(backend.again)) == (before[0] + 1, before[1] + 1), change
-    for wrong in (dict(seed="3"), dict(scale=True), dict(q=q[:, 1:]), dict(deterministic=1), dict(backend="fast")):
+    wrong = dict(seed="3"), dict(seed=2**70), dict(seed=torch.zeros(7)), dict(scale=True), dict(scale=np.float64("nan"))
+    for change in (*wrong, dict(dropout=np.float64(0.5)), dict(q=q[:, 1:]), dict(deterministic=1), dict(backend="fast")):
         with pytest.raises(ValueError):
-            call(**wrong)
+            call(**change)
+    for change in (dict(scale=np.float64(0.5)), dict(backend=np.str_("reference")), dict(seed=3)):  # as good, but not known by
+        before = backend.blocks
+        call(**change), call(**change)
+        assert backend.blocks == before + 2, change
 
 
 def test_a_shorter_way_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

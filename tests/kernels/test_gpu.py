@@ -1,12 +1,14 @@
 """What only a GPU can show: real tiles, long sequences, wide strides, memory, and that nothing waits for the device."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Mask, attention, block_forward
+from kernels import Mask, attention, block_forward, passed
 from kernels.blocks import choose_backend
-from kernels.hopper_common import counter
 from kernels.segments import whole
 
 from ..conftest import ON_HOPPER
@@ -43,6 +45,14 @@ def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
     if case.scale is None or case.scale > 0:
         for _ in range(3):
             check_case(case.grown(13), "hopper", torch.bfloat16, "cuda")
+
+
+@ON_HOPPER
+def test_a_call_like_one_before_goes_straight_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passed, "_passed", {})
+    q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attention(q, k, v, Mask(causal=True), backend="hopper").sum().backward()
+    assert [known.again is not None for known in passed._passed.values()] == [True, True]
 
 
 @ON_HOPPER
@@ -207,21 +217,22 @@ def test_a_cuda_graph_repeats_it(backend: str) -> None:
 
 
 @ON_HOPPER
-def test_streams_beside_each_other_and_the_counter_they_leave() -> None:
-    """A forward's programs share out its tiles by a counter, which each stream has once and every kernel leaves at 0."""
-    q, k, v = (torch.randn(1, 5000, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    expected = attention(q, k, v, Mask(causal=True), backend="hopper")
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    results = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(attention(q, k, v, Mask(causal=True), backend="hopper"))
-    torch.cuda.synchronize()
-    assert all(torch.equal(out, expected) for out in results)
-    device = q.device
-    for stream in (*streams, torch.cuda.current_stream()):
-        with torch.cuda.stream(stream):
-            assert counter(device) is counter(device)
-            assert counter(device).item() == 0
+def test_a_compiler_makes_graphs_of_it() -> None:
+    """Memory that we keep must not come from the pool of such a graph."""
+    q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    plain = partial(attention, mask=Mask(causal=True), backend="hopper")
+    compiled = torch.compile(lambda q, k, v: plain(q, k, v) * 2, mode="reduce-overhead")
+    for _ in range(4):
+        q.normal_()
+        assert torch.equal(compiled(q, k, v), plain(q, k, v) * 2)
+
+
+@ON_HOPPER
+def test_what_is_written_to_is_looked_at_again() -> None:
+    """The short way is for memory at multiples of 16 bytes; the same at another address is refused as it was the first time."""
+    q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    memory, lse = torch.empty(q.numel() + 8, device="cuda", dtype=q.dtype), torch.empty(1, 4, 1000, device="cuda")
+    for begin, fits in ((0, True), (8, True), (1, False)):
+        into = memory[begin : begin + q.numel()].view(q.shape), lse
+        with nullcontext() if fits else pytest.raises(ValueError, match="into"):
+            block_forward(q, k, v, Mask(causal=True), into=into, backend="hopper")

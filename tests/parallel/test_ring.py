@@ -1,10 +1,15 @@
 """The ring, Ulysses and both together equal the reference in fp64, forward and all gradients, on 1 to 8 gloo ranks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from parallel import Layout
+from parallel.packed import unpack
+from parallel.ring import halves
+from parallel.transport import Homeward
 
 from . import jobs, work
 from .work import Case
@@ -89,3 +94,30 @@ def test_a_barrier_is_spared_where_one_has_passed(pools) -> None:
     """Before K/V are published again; and one behind that, and one for each step's gradients, always."""
     for counts in pools(3)(jobs.barriers, Case("barriers", ring=3, transport="pull", mask=dict(causal=True))):
         assert counts == {"forward": 2, "backward": 4, "after a backward": 1, "after a forward": 2}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_keys", [0, 5, 8])
+def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int) -> None:
+    """Only the free region is read and written beside it; after the other one, dk and dv are the sums and what came last."""
+    rows, width = 8, 3
+    free, last = halves(heads, num_keys, rows)
+    pieces = ([], [slice(0, 4)], [slice(2, 5), slice(6, 8)])
+    for parts, places in itertools.product([n for n in (1, 2, 4) if heads % n == 0], pieces):
+        came = slice(heads - heads // parts, heads)
+        home = Homeward.__new__(Homeward)
+        home.mine = torch.randn(rows, 1, heads, 2 * width)
+        arrived = [(at, torch.randn(at.stop - at.start, 1, came.stop - came.start, 2 * width)) for at in places]
+        expected = home.mine.clone()
+        for at, more in arrived:
+            expected[at, :, came] += more
+        grads = tuple(torch.full((1, rows, heads, width), float("nan")) for _ in range(2))
+        busy = home.mine[last[1], :, last[0]]
+        there = busy.clone()
+        busy.fill_(float("inf"))  # the last kernel is at work
+        home._hand_on(free, arrived, came, grads)
+        assert busy.isinf().all() and all(grad[:, last[1], last[0]].isnan().all() for grad in grads)
+        busy.copy_(there)
+        home._hand_on(last, arrived, came, grads)
+        for grad, wanted in zip(grads, unpack(expected, width), strict=True):
+            torch.testing.assert_close(grad, wanted)
