@@ -189,6 +189,8 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
     last = changes[-1]
     changes += [{**last, "engine.offload_optimizer": True}]
     lines = []
+    if not target.gpu:  # nothing can be moved out of a CPU's memory
+        changes = [change for change in changes if not any("offload" in key for key in change)]
     for change in changes:
         given = {
             key: value
@@ -205,7 +207,7 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
             lines.append(f"  {said}: {peak / GIB:.1f} GiB")
     lines = list(dict.fromkeys(lines))  # what is there already makes some of them alike
     ranks = world
-    while ranks < 1024 and not lines:
+    while ranks < 1024 and not lines and target.gpu:
         ranks *= 2
         spread = replace(config, parallel=replace(config.parallel, ring=0, data=1))
         peak = footprint(spread, ranks, target.gpu).peak
@@ -240,10 +242,14 @@ def report(config: Config) -> tuple[str, bool]:
     most = longest(config, world, target.memory, target.gpu)
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
     if not fits:
+        smaller = "take a smaller model" if target.gpu else "take a smaller model or a shorter sequence"
         lines += [
             "",
             "what would fit",
-            *(remedies(config, world, target) or ["  nothing on up to 1024 GPUs: take a smaller model"]),
+            *(
+                remedies(config, world, target)
+                or [f"  nothing on {'up to 1024 GPUs' if target.gpu else 'this machine'}: {smaller}"]
+            ),
         ]
     times = step_time(config, world, target)
     total = sum(times.values())

@@ -181,13 +181,19 @@ class Run:
             f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
             + (f", {path}/checkpoints the weights." if saved else "."),
             "What to try next:",
-            *[f'  {python} -m trainer.generate checkpoint={path} prompt="def main("'] * saved,
-            f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   your own files",
-            f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?",
+            *self._next(path, python, saved),
         ]
         self.tracker.say("\n" + "\n".join(lines))
         if self.ranks.rank == 0:
             rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+
+    def _next(self, path: str, python: str, saved: bool) -> Iterator[str]:
+        own = any(source.kind in ("text", "tokens") for source in self.config.data.sources.values())
+        if saved:
+            yield f'  {python} -m trainer.generate checkpoint={path} prompt="{"The" if own else "def main("}"'
+        if not own:
+            yield f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   your own files"
+        yield f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?"
 
     def _sample(self) -> str:
         """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""

@@ -114,12 +114,21 @@ def test_what_saves_memory_is_seen_to_save_it(less: list[str], more: list[str]) 
     assert footprint(planned(*less), 4).peak < footprint(planned(*more), 4).peak
 
 
+def test_a_cpu_is_told_nothing_of_gpus() -> None:
+    config = check.resolve(compose.load(["model=gpt2-124m", "data.length=65536", "data.batch=2"], world_size=2).config)
+    small = replace(H200, gpu=False, memory=footprint(config, 2, False).peak)
+    assert all("offload" not in line and "GPU" not in line for line in check.remedies(config, 2, small))
+    assert check.remedies(config, 2, small)
+    assert not check.remedies(config, 2, replace(small, memory=2**20))
+
+
 def test_a_run_that_may_not_fit_says_so() -> None:
     config = planned()
     enough = footprint(config, 4).peak / (1 - RESERVE)
     assert too_much(config, 4, enough * 1.001) == ""
-    warning = too_much(config, 4, enough * 0.999)
-    assert f"{footprint(config, 4).peak / GIB:.1f} GiB" in warning and f"has {enough / GIB:.1f}" in warning
+    there = enough * 0.999
+    warning = too_much(config, 4, there)
+    assert f"{footprint(config, 4).peak / GIB:.1f} GiB" in warning and f"has {there / GIB:.1f}" in warning
     assert "trainer.check" in warning
 
 
