@@ -10,7 +10,6 @@ for this machine, whose speeds are measured on the spot.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 from . import compose, rules, tokenizer
 from .config import Config
 from .cost import PEAKS, attention_flops, head_dim, parameters, training_flops, visible_pairs
-from .footprint import GIB, RESERVE, footprint, longest
+from .footprint import GIB, RESERVE, fits, footprint, longest, memory_of_machine
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 PROGRAM = "python -m trainer.check"
@@ -68,8 +67,7 @@ def _here(config: Config) -> tuple[Machine, int]:
 
     num = ranks_here(config.hardware.name == "cpu")
     if not torch.cuda.is_available() or config.hardware.name == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num
-        return Machine("CPU rank", memory, 0.0, 2e9, *_measured(config, "cpu"), gpu=False), num
+        return Machine("CPU rank", memory_of_machine() / num, 0.0, 2e9, *_measured(config, "cpu"), gpu=False), num
     properties = torch.cuda.get_device_properties(0)
     known = next((m for m in MACHINES.values() if m.name.split()[-1] in properties.name), None)
     peak, link = (known.peak, known.link) if known else (0.0, 50e9)
@@ -202,7 +200,7 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
         of = {kind: {k.split(".")[1]: v for k, v in given.items() if k.startswith(kind)} for kind in ("engine", "data")}
         tried = replace(config, engine=replace(engine, **of["engine"]), data=replace(data, **of["data"]))
         peak = footprint(tried, world, target.gpu).peak
-        if peak <= (1 - RESERVE) * target.memory:
+        if fits(peak, target.memory):
             said = " ".join(f"{key}={str(value).lower()}" for key, value in given.items())
             lines.append(f"  {said}: {peak / GIB:.1f} GiB")
     lines = list(dict.fromkeys(lines))  # what is there already makes some of them alike
@@ -211,7 +209,7 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
         ranks *= 2
         spread = replace(config, parallel=replace(config.parallel, ring=0, data=1))
         peak = footprint(spread, ranks, target.gpu).peak
-        if peak <= (1 - RESERVE) * target.memory:
+        if fits(peak, target.memory):
             lines.append(f"  {ranks} GPUs in one ring: {peak / GIB:.1f} GiB")
     return lines
 
@@ -236,12 +234,15 @@ def report(config: Config) -> tuple[str, bool]:
     there = found.moments[found.highest]
     rows = [(name, size, "" if name in there else "not at the peak") for name, size in found.terms.items()]
     lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
-    fits = found.peak <= (1 - RESERVE) * target.memory
+    enough = fits(found.peak, target.memory)
+    verdict = "it fits" if enough else "IT DOES NOT FIT"
     room = f"of {target.memory / GIB:.0f}, of which {RESERVE:.0%} is left to the driver, NCCL and gaps"
-    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {'it fits' if fits else 'IT DOES NOT FIT'}"]
+    lines += [
+        f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {'it fits' if enough else 'IT DOES NOT FIT'}"
+    ]
     most = longest(config, world, target.memory, target.gpu)
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
-    if not fits:
+    if not enough:
         smaller = "take a smaller model" if target.gpu else "take a smaller model or a shorter sequence"
         lines += [
             "",
@@ -267,7 +268,7 @@ def report(config: Config) -> tuple[str, bool]:
         f"  (attention at {speed[0] / 1e12:.4g} forward, {speed[1] / 1e12:.4g} backward TFLOP/s: {speed[2]}; "
         f"products at {target.products / 1e12:.4g})",
     ]
-    return "\n".join(lines), fits
+    return "\n".join(lines), enough
 
 
 def _duration(seconds: float) -> str:
@@ -284,11 +285,11 @@ def main(argv: list[str] | None = None) -> int:
     ranks = int(gpus) if gpus.isdecimal() and int(gpus) else None
     composed = compose.main(PROGRAM, __doc__, argv, world_size=ranks or _ranks_here(argv), planning=True)
     try:
-        text, fits = report(composed.config)
+        text, enough = report(composed.config)
     except ValueError as error:
         compose.fail(PROGRAM, error)
     print(text)
-    return 0 if fits else 1
+    return 0 if enough else 1
 
 
 def _ranks_here(argv: list[str]) -> int:

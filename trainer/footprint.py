@@ -13,6 +13,7 @@ This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE
 """
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 
 from .config import Config
@@ -133,10 +134,19 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     return found
 
 
+def fits(peak: float, memory: float) -> bool:
+    return peak <= (1 - RESERVE) * memory
+
+
+def memory_of_machine() -> float:
+    """Bytes of this machine's own memory, which its ranks without GPUs share."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str:
     """A warning if a rank is planned to need more memory than it has; otherwise nothing."""
     found = footprint(config, world, gpu)
-    if found.peak <= (1 - RESERVE) * memory:
+    if fits(found.peak, memory):
         return ""
     needed = f"{found.peak / GIB:.1f} GiB (at {found.highest})"
     return (
@@ -174,18 +184,18 @@ def _parts(numbers: int, heads: int) -> int:
 def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:
     """The longest sequence, in multiples of 1024 tokens, whose step fits; 0 if none does."""
 
-    def fits(length: int) -> bool:
+    def holds(length: int) -> bool:
         model = config.model
         rows = length if model.positions == "learned" else 0
         at = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=rows))
-        return footprint(at, world, gpu).peak <= (1 - RESERVE) * memory
+        return fits(footprint(at, world, gpu).peak, memory)
 
-    if not fits(1024):
+    if not holds(1024):
         return 0
     low, high = 1, 2
-    while high < 2**22 and fits(high * 1024):
+    while high < 2**22 and holds(high * 1024):
         low, high = high, high * 2
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
+        low, high = (middle, high) if holds(middle * 1024) else (low, middle)
     return low * 1024

@@ -11,6 +11,7 @@ import torch
 
 from .config import Debug
 from .cost import PEAKS
+from .footprint import memory_of_machine
 
 
 @contextlib.contextmanager
@@ -35,8 +36,7 @@ def memory_of_a_rank(device: torch.device) -> float:
     """Bytes: its GPU's, or its part of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return memory_of_machine() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:
