@@ -19,7 +19,7 @@ programs come by; in a deterministic backward they take turns (hopper_dq.py).
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,13 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block import Again, Block, Gradients
-from .compat import GRADIENTS_LEAVE_BY_TMA, tma_load, tma_store
+from .compat import tma_load, tma_store
+from .hopper_arguments import backward_arguments
 from .hopper_common import (
     arrive_each,
     barriers,
-    descriptor,
     fetchable,
-    heads_together,
     in_turn,
     nth_tile,
     number,
@@ -50,16 +49,14 @@ from .hopper_common import (
 )
 from .hopper_dq import collect
 from .hopper_tiles import tiles_for
-from .launches import Arguments, Known, Launch
+from .launches import Known, Launch
 from .mask import Bounds
 from .triton_backward import add_up
 from .triton_common import (
     ANY_SIZE,
     EVERYWHERE,
     LOG2E,
-    Tiles,
     exponents,
-    is_aligned,
     mask_argument,
     position,
     queries_of,
@@ -341,6 +338,7 @@ def write(
     gl.store(at, value.to(to.dtype.element_ty), mask=ok)
 
 
+Result = TypeVar("Result")
 ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
 
 
@@ -348,23 +346,19 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
     dout, q = (fetchable(without_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
     k, v = (fetchable(without_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
     read = block.read_from(q, k, v)
-    known: list[Known | None] = []
-
-    def sums(gradients: Gradients) -> None:
-        known.extend(add_up(read, gradients._replace(dout=dout), accumulate or "dq", launches))
-
-    into_sums(gradients, accumulate, sums)
+    known = into_sums(gradients, accumulate, lambda sums: add_up(read, sums._replace(dout=dout), accumulate or "dq", launches))
     as_it_is = read is block and dout is gradients.dout and block.is_one_run and not block.deterministic
     return partial(again, known[0], accumulate) if as_it_is and known[0] is not None else None
 
 
-def into_sums(gradients: Gradients, accumulate: bool | str, add: Callable[[Gradients], None]) -> None:
+def into_sums(gradients: Gradients, accumulate: bool | str, add: Callable[[Gradients], Result]) -> Result:
     """The TMA adds, and in fp32: what is not to be added to begins as zeros, and is cast."""
     dq = gradients.dq
     dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)
-    add(gradients._replace(dq=dq_sum))
+    result = add(gradients._replace(dq=dq_sum))
     if dq_sum is not dq:
         dq.copy_(dq_sum)
+    return result
 
 
 def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
@@ -374,7 +368,7 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
         turns = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
     tensors = tensors_of(q, block.k, block.v, block.mask.bounds(q.device), gradients) | dict(turns=turns)
     how = rules(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
-    yield Launch(attention_backward, arguments, tensors, how)
+    yield Launch(attention_backward, backward_arguments, tensors, how)
 
 
 def again(known: Known, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> None:
@@ -383,51 +377,3 @@ def again(known: Known, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor,
 
 def tensors_of(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
     return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **gradients._asdict())
-
-
-def arguments(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **rules: Any,
-) -> Arguments:  # fmt: skip
-    batch, q_rows, heads, width = q.shape
-    _, k_rows, kv_heads, v_width = v.shape
-    options = dict(tiles)
-    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
-    num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
-    # through shared memory, where there is room, and what is written replaces what was there
-    staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
-    staged &= GRADIENTS_LEAVE_BY_TMA
-    if turns is None:
-        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
-    else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
-        together = num_sequences
-    given = dict(
-        dout=descriptor(dout, q_rows, 64, block_dv),
-        q=descriptor(q, q_rows, 64, block_d),
-        k=descriptor(k, k_rows, block_n, block_d),
-        v=descriptor(v, k_rows, block_n, block_dv),
-        dq=descriptor(dq, q_rows, 64, options["DQ_WIDTH"]),
-        lse=lse,
-        delta=delta,
-        turns=turns,
-        mask=mask,
-        dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
-        dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
-        lse_strides=lse.stride(),
-        delta_strides=delta.stride(),
-        dk_strides=dk.stride()[:3],
-        dv_strides=dv.stride()[:3],
-        turns_strides=None if turns is None else turns.stride()[:2],
-        num_tiles=num_tiles,
-        num_sequences=num_sequences,
-        num_heads=kv_heads,
-        together=min(num_sequences, together),
-        D=width,
-        DV=v_width,
-        GROUP=group,
-        ADD=accumulate is True,
-        STAGED=staged,
-        **rules,
-        **options,
-    )
-    return num_tiles * num_sequences, given

@@ -1,22 +1,16 @@
 """What the Hopper kernels are made of: barriers, the queue of tiles, tensors as the TMA reads them and what it must not."""
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .mask import Mask
 from .segments import Segments, positions
 from .triton_common import aligned, keys_of, position, row_count, split_tile, tile_range
 
-CACHE = (
-    16 * 2**20
-)  # bytes of the L2 cache that the heads in work may fill; 8 and 32 MiB were no faster, everything at once was slower
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
 
@@ -156,15 +150,6 @@ def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     return b, h, tile * ROWS, begin, full, rest, end
 
 
-def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """(B, S, H, D) as (batch, head, row, column). Rows from `rows` on, and columns from D on, are read as zeros."""
-    batch, _, heads, width = x.shape
-    # the stride of a dimension of size 1 can be anything, which the TMA would not take
-    strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=4)
-    return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
-
-
 def fetchable(x: Tensor) -> Tensor:
     """The tensor, or a copy that the TMA can read: rows of 16 bytes and more, nothing expanded."""
     x = aligned(x)
@@ -180,18 +165,3 @@ def without_padding(x: Tensor, mask: Mask, at: Segments) -> Tensor:
     filled = x.clone(memory_format=torch.contiguous_format)
     filled[:, : padding.shape[1]].masked_fill_(padding[..., None, None], 0)
     return filled
-
-
-def heads_together(streamed: int, group: int) -> int:
-    """How many heads to work on at a time, so that what they stream, `streamed` bytes for each group, stays in the L2 cache."""
-    return group * max(2, CACHE // max(1, streamed))
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def num_programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132

@@ -26,14 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .block import Again, Block, Carry
 from .compat import tma_load, tma_store
+from .hopper_arguments import forward_arguments
 from .hopper_common import (
-    WARPGROUP_ROWS,
     barriers,
-    descriptor,
     fetchable,
-    heads_together,
     nth_tile,
-    num_programs,
     publish,
     receive,
     scale_rows,
@@ -43,13 +40,12 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .launches import Arguments, Known, Launch
+from .launches import Known, Launch
 from .mask import Bounds
 from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
-    Tiles,
     exponents,
     keys_of,
     mask_argument,
@@ -331,7 +327,7 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
     q, k, v = block.q, block.k, block.v
     tensors = tensors_of(q, k, v, block.mask.bounds(q.device), carry, out, lse)
-    return Launch(attention_forward, arguments, tensors, rules(block, tiles_for("forward", q, v)))
+    return Launch(attention_forward, forward_arguments, tensors, rules(block, tiles_for("forward", q, v)))
 
 
 def again(known: Known, *given: Any) -> None:
@@ -344,40 +340,3 @@ def tensors_of(
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     return tensors | dict(mask=mask_argument(bounds), taken=torch.zeros((), dtype=torch.int32, device=q.device))
-
-
-def arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None,
-    mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
-) -> Arguments:  # fmt: skip
-    batch, q_rows, heads, width = q.shape
-    _, k_rows, kv_heads, v_width = v.shape
-    options = dict(tiles)
-    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
-    staged = options.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
-    num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
-    given = dict(
-        q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
-        k=descriptor(k, k_rows, block_n, block_d),
-        v=descriptor(v, k_rows, block_n, block_dv),
-        out=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else out,
-        lse=lse,
-        carry_out=carry_out,
-        carry_lse=carry_lse,
-        out_strides=out.stride()[:3],
-        lse_strides=lse.stride(),
-        carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
-        carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
-        taken=taken,
-        mask=mask,
-        num_tiles=num_tiles,
-        num_sequences=num_sequences,
-        num_heads=heads,
-        group=group,
-        together=min(num_sequences, heads_together(k_rows * (width + v_width) * k.element_size(), group)),
-        DV=v_width,
-        STAGED=staged,
-        **rules,
-        **options,
-    )
-    return min(num_programs(q.device), num_tiles * num_sequences), given

@@ -159,7 +159,8 @@ def chunked(shape: Shape, way: str, size: int) -> Work:
 def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
     """With the tiles that the backend would take on Hopper."""
     from . import hopper_tiles, triton_tiles  # here, because they need Triton and a list of shapes does not
-    from .hopper_common import WARPGROUP_ROWS, heads_together
+    from .hopper_arguments import heads_together
+    from .hopper_common import WARPGROUP_ROWS
 
     q = torch.empty((1, 1, 1, shape.head_dim), dtype=torch.bfloat16, device="meta")
     group, at, fp32 = shape.heads // shape.kv_heads, Sizes.of(shape, size), 4 / size

@@ -36,6 +36,7 @@ from .triton_common import (
     row_count,
     rows_of,
     rules,
+    shared_out,
     split_tile,
     store_tile,
     tile_range,
@@ -294,21 +295,7 @@ def _launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Ite
         yield Launch(kernel, _arguments, tensors | dict(own), how)
 
 
-def _arguments(mask: tuple[Any, ...], drop: tuple[Any, ...] | None, tiles: Tiles, **given: Any) -> Arguments:
+def _arguments(tiles: Tiles, **given: Any) -> Arguments:
     """Of the launch that owns dq, by queries, or of the one that owns dk and dv, by keys."""
-    batch, options = given["q"].shape[0], dict(tiles)
-    by_queries = "dq" in given
-    rows, heads = given["q" if by_queries else "k"].shape[1:3]
-    given |= {f"{name}_strides": x.stride()[:3] for name, x in given.items() if isinstance(x, Tensor)}
-    given |= dict(
-        mask=mask,
-        drop=drop,
-        PRESCALED=given["scale"] <= 0,
-        rows=rows,
-        num_sequences=batch * heads,
-        num_heads=heads,
-        D=given["q"].shape[-1],
-        DV=given["v"].shape[-1],
-        GROUP=given["q"].shape[2] // given["k"].shape[2],
-    )
-    return -(-rows // options["BLOCK_M" if by_queries else "BLOCK_N"]) * batch * heads, given | options
+    owner = ("q", "BLOCK_M") if "dq" in given else ("k", "BLOCK_N")
+    return shared_out(*owner, tiles, given | dict(GROUP=given["q"].shape[2] // given["k"].shape[2]))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .block import Block
 from .checks import even_rows
+from .launches import Arguments
 from .mask import SENTINEL, Bounds
 from .philox import keep_tile, threshold
 from .segments import Segments
@@ -214,6 +215,15 @@ def rules(block: Block, tiles: dict[str, Any]) -> dict[str, Any]:
     """What every kernel takes of a block beside its tensors, and its tiles."""
     at = dict(q_at=at_argument(block.q_at), k_at=at_argument(block.k_at))
     return at | dict(scale=block.scale, softcap=block.softcap or None, tiles=tuple(tiles.items()))
+
+
+def shared_out(owner: str, block: str, tiles: Tiles, given: dict[str, Any]) -> Arguments:
+    """A portable kernel's arguments, with strides and sizes. Programs share out the rows of `owner`, by tiles of `block`."""
+    batch, rows, heads, _ = given[owner].shape
+    options = dict(tiles)
+    strides = {f"{name}_strides": x.stride()[:3] for name, x in given.items() if isinstance(x, Tensor)}
+    sizes = dict(rows=rows, num_sequences=batch * heads, num_heads=heads, D=given["q"].shape[-1], DV=given["v"].shape[-1])
+    return -(-rows // options[block]) * batch * heads, given | strides | sizes | dict(PRESCALED=given["scale"] <= 0) | options
 
 
 def at_argument(segments: Segments) -> tuple[int | None, ...]:

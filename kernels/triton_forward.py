@@ -35,6 +35,7 @@ from .triton_common import (
     row_count,
     rows_of,
     rules,
+    shared_out,
     split_tile,
     store_tile,
     tile_range,
@@ -192,20 +193,7 @@ def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Laun
     return Launch(attention_forward, _arguments, tensors | of_mask_and_dropout(block), how)
 
 
-def _arguments(mask: tuple[Any, ...], drop: tuple[Any, ...] | None, tiles: Tiles, **given: Any) -> Arguments:
-    tensors = {name: given[name] for name in ("q", "k", "v", "out", "lse", "carry_out", "carry_lse")}
-    batch, rows, heads, width = given["q"].shape
-    options = dict(tiles)
-    given |= {f"{name}_strides": None if x is None else x.stride()[:3] for name, x in tensors.items()}
-    given |= dict(
-        mask=mask,
-        drop=drop,
-        PRESCALED=given["scale"] <= 0,
-        rows=rows,
-        num_sequences=batch * heads,
-        num_heads=heads,
-        group=heads // given["k"].shape[2],
-        D=width,
-        DV=given["v"].shape[-1],
-    )
-    return -(-rows // options["BLOCK_M"]) * batch * heads, given | options
+def _arguments(tiles: Tiles, **given: Any) -> Arguments:
+    group = given["q"].shape[2] // given["k"].shape[2]
+    no_carry = dict(carry_out_strides=None, carry_lse_strides=None)  # stays so where there is none
+    return shared_out("q", "BLOCK_M", tiles, no_carry | given | dict(group=group))

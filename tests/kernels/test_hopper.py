@@ -5,7 +5,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.hopper_common import descriptor, fetchable
+from kernels.hopper_arguments import descriptor
+from kernels.hopper_common import fetchable
 from kernels.hopper_dq import apart
 
 

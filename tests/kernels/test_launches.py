@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import launches
-from kernels.hopper_common import descriptor
+from kernels.hopper_arguments import descriptor
 from kernels.launches import Arguments, Launch
 
 

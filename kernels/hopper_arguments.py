@@ -1,0 +1,129 @@
+"""What the Hopper kernels are given: descriptors for the TMA, how many programs, and which heads they work on together.
+
+From tensors and rules to a kernel's arguments, as `launches.Launch` wants it: these functions look at nothing else.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .compat import GRADIENTS_LEAVE_BY_TMA
+from .hopper_common import WARPGROUP_ROWS
+from .launches import Arguments
+from .triton_common import Tiles, is_aligned
+
+# Bytes of the L2 cache that the heads in work may fill; 8 and 32 MiB were no faster, everything at once was slower.
+CACHE = 16 * 2**20
+
+
+def forward_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None,
+    mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
+) -> Arguments:  # fmt: skip
+    batch, q_rows, heads, width = q.shape
+    _, k_rows, kv_heads, v_width = v.shape
+    options = dict(tiles)
+    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
+    staged = options.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
+    num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
+    given = dict(
+        q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
+        k=descriptor(k, k_rows, block_n, block_d),
+        v=descriptor(v, k_rows, block_n, block_dv),
+        out=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else out,
+        lse=lse,
+        carry_out=carry_out,
+        carry_lse=carry_lse,
+        out_strides=out.stride()[:3],
+        lse_strides=lse.stride(),
+        carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
+        carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
+        taken=taken,
+        mask=mask,
+        num_tiles=num_tiles,
+        num_sequences=num_sequences,
+        num_heads=heads,
+        group=group,
+        together=min(num_sequences, heads_together(k_rows * (width + v_width) * k.element_size(), group)),
+        DV=v_width,
+        STAGED=staged,
+        **rules,
+        **options,
+    )
+    return min(num_programs(q.device), num_tiles * num_sequences), given
+
+
+def backward_arguments(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **rules: Any,
+) -> Arguments:  # fmt: skip
+    batch, q_rows, heads, width = q.shape
+    _, k_rows, kv_heads, v_width = v.shape
+    options = dict(tiles)
+    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
+    num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
+    # through shared memory, where there is room, and what is written replaces what was there
+    staged = accumulate is not True and block_n == 128 and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
+    staged &= GRADIENTS_LEAVE_BY_TMA
+    if turns is None:
+        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1)
+    else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
+        together = num_sequences
+    given = dict(
+        dout=descriptor(dout, q_rows, 64, block_dv),
+        q=descriptor(q, q_rows, 64, block_d),
+        k=descriptor(k, k_rows, block_n, block_d),
+        v=descriptor(v, k_rows, block_n, block_dv),
+        dq=descriptor(dq, q_rows, 64, options["DQ_WIDTH"]),
+        lse=lse,
+        delta=delta,
+        turns=turns,
+        mask=mask,
+        dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
+        dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
+        lse_strides=lse.stride(),
+        delta_strides=delta.stride(),
+        dk_strides=dk.stride()[:3],
+        dv_strides=dv.stride()[:3],
+        turns_strides=None if turns is None else turns.stride()[:2],
+        num_tiles=num_tiles,
+        num_sequences=num_sequences,
+        num_heads=kv_heads,
+        together=min(num_sequences, together),
+        D=width,
+        DV=v_width,
+        GROUP=group,
+        ADD=accumulate is True,
+        STAGED=staged,
+        **rules,
+        **options,
+    )
+    return num_tiles * num_sequences, given
+
+
+def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """(B, S, H, D) as (batch, head, row, column). Rows from `rows` on, and columns from D on, are read as zeros."""
+    batch, _, heads, width = x.shape
+    # the stride of a dimension of size 1 can be anything, which the TMA would not take
+    strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=4)
+    return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
+
+
+def heads_together(streamed: int, group: int) -> int:
+    """How many heads to work on at a time, so that what they stream, `streamed` bytes for each group, stays in the L2 cache."""
+    return group * max(2, CACHE // max(1, streamed))
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_programs(device: torch.device) -> int:
+    """One for each multiprocessor."""
+    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
