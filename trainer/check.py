@@ -237,9 +237,7 @@ def report(config: Config) -> tuple[str, bool]:
     enough = fits(found.peak, target.memory)
     verdict = "it fits" if enough else "IT DOES NOT FIT"
     room = f"of {target.memory / GIB:.0f}, of which {RESERVE:.0%} is left to the driver, NCCL and gaps"
-    lines += [
-        f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {'it fits' if enough else 'IT DOES NOT FIT'}"
-    ]
+    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {verdict}"]
     most = longest(config, world, target.memory, target.gpu)
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
     if not enough:
