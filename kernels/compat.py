@@ -48,6 +48,7 @@ GRADIENTS_LEAVE_BY_TMA = VERSION < (3, 9)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+@torch.compiler.assume_constant_result  # else a compiler traces into the cache below, and warns of it
 def chip(device: torch.device) -> str:
     """ "sm_90", "gfx942", … or "interpreter"; RINGSPAN_CHIP names a chip to compile for without having it."""
     if INTERPRETED:
