@@ -1,5 +1,8 @@
 """Streams beside that of the kernels. On a CPU there are none, and everything is done where it stands.
 
+Each stream of kernels has its own beside it. Theirs comes first wherever an SM is free: what is small and others wait for does
+not stand behind the rest of a large kernel.
+
 A large kernel leaves SMs idle in its last wave. Small work that waits on a stream of its own, given after that kernel and
 waiting only for what came before it, runs there and stands between no two kernels. Copies need no SM at all.
 
@@ -14,18 +17,19 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.cuda.Stream, str], torch.cuda.Stream] = {}
 Transfer = Callable[[], object]  # makes the current stream, or on the CPU the caller, wait until something is here
 
 
 class Beside:
-    def __init__(self, device: torch.device, use: str) -> None:
+    def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            if (device, use) not in _streams:
-                _streams[device, use] = torch.cuda.Stream(device)
-            self.stream = _streams[device, use]
+            key = torch.cuda.current_stream(device), use
+            if key not in _streams:
+                _streams[key] = torch.cuda.Stream(device, priority)
+            self.stream = _streams[key]
 
     def follow(self) -> None:
         if self.stream is not None:

@@ -6,6 +6,7 @@ parts, and the mask as its numbers, twice: on the device for the kernels, and as
 """
 
 import hashlib
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ from kernels.mask import Bounds
 from . import progress
 from .agree import agree, refuse
 from .groups import Pair, by_name, pair_of
+from .lanes import num_lanes
 from .layout import Layout
 from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import MERGED, TRANSPORTS, choose_transport, make_mover
+from .transport import MERGED, PULLED, TRANSPORTS, choose_transport, make_mover, num_parts
 
 
 def ring_attention(
@@ -157,7 +159,7 @@ class Call:
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
-        self.mover: Mover
+        self.movers: list[Mover]  # one for each lane
         self.pair: Pair | None
         self.on_gpu = q.is_cuda
 
@@ -168,6 +170,7 @@ class Call:
             said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
             said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
             said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+            said |= {"RINGSPAN_LANES": os.environ.get("RINGSPAN_LANES")}
             return said | {"seed": None if seed is None else seed.tolist()}
 
         if everyone:
@@ -176,10 +179,11 @@ class Call:
             pair = pair_of(by_name(group), q.device)
             moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, what == "ring backward")
             plan = make_plan(layout, known, n.rank, merged=moves_by in MERGED)
-            self.mover = make_mover(moves_by, pair, plan, q.device)
+            lanes = num_lanes(moves_by in PULLED, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * k.shape[1])
+            self.movers = [make_mover(moves_by, pair, plan, q.device, lane) for lane in range(lanes)]
             self.pair = pair
         else:
-            self.mover = Alone(make_plan(layout, known, n.rank))
+            self.movers = [Alone(make_plan(layout, known, n.rank))]
             self.pair = None
 
     def watch(self) -> None:
@@ -208,8 +212,8 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring forward", q, k, v, *given)
-    start = None if sinks is None else sink_carry(sinks, q)
-    out, lse = ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
+    start = None if sinks is None else sink_carry(sinks, q)[1]
+    out, lse = ring_forward(q, k, v, call.mask, call.movers, start, **call.options)
     call.watch()
     return out, lse
 
@@ -237,7 +241,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     call = Call("ring backward", q, k, v, *given)
-    dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
+    dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.movers, **call.options)
     call.watch()
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 

@@ -1,9 +1,9 @@
 """The mover for GPUs of one host: copy engines pull rows out of the owner's symmetric memory.
 
 No SM works for a transfer, and no rank has to send: a copy waits for nothing but the owner's data. That they are there, and
-that nobody overwrites what another still reads, is what barriers are for. All of them stand on the stream of the kernels,
-between two kernels, where a zigzag ring is even anyway: a barrier on a stream of its own would need an SM to wait on, which
-a persistent kernel leaves to nobody. Copies then run on a side stream, beside the next kernel.
+that nobody overwrites what another still reads, is what barriers are for. A lane's kernels wait for its barriers, for these
+need an SM to wait on, which a persistent kernel leaves to nobody; a zigzag ring is even there anyway, and the other lane's
+kernel has work. Those behind a kernel, and all copies, are given to a side stream, which comes first wherever an SM is free.
 
     publish      barrier, if none has passed since K/V were pulled · copy K and V in · barrier (all are published)
     fetch        pull the rows of a step
@@ -31,10 +31,10 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 class Shown:
-    """What the ranks of a group show each other: for each use some memory of every rank."""
+    """What the ranks of a group show each other in a lane: for each use some memory of every rank."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, lane: int) -> None:
+        self.group, self.lane = group, lane
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.read = False  # whether K/V have been pulled since the last barrier; the same on every rank
 
@@ -51,27 +51,26 @@ class Shown:
         return self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
 
     def barrier(self, use: str, seconds: float) -> None:
-        self.memory[use][1].barrier(channel=0, timeout_ms=int(seconds * 1000))
+        self.memory[use][1].barrier(channel=self.lane, timeout_ms=int(seconds * 1000))
         self.read = False
 
 
-_shown: dict[str, Shown] = {}  # by the group's name
+_shown: dict[tuple[str, int], Shown] = {}  # by the group's name, and the lane
 
 
-def shown_by(group: dist.ProcessGroup) -> Shown:
-    name = group.group_name
-    if name not in _shown or _shown[name].group is not group:  # a new group may have an old one's name
-        _shown[name] = Shown(group)
-    return _shown[name]
+def shown_by(group: dist.ProcessGroup, lane: int) -> Shown:
+    key = group.group_name, lane
+    if key not in _shown or _shown[key].group is not group:  # a new group may have an old one's name
+        _shown[key] = Shown(group, lane)
+    return _shown[key]
 
 
 class Pull(Mover):
-    def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
+    def __init__(self, pair: Pair, plan: Plan, device: torch.device, lane: int = 0) -> None:
         super().__init__(plan)
         self.seconds, self.device = pair.seconds, device
-        self.shown, self.rank = shown_by(pair.group), pair.group.rank()
+        self.shown, self.rank = shown_by(pair.group, lane), pair.group.rank()
         self.begins = 0, 0  # of K and V in what is published, in elements
-        self.given: Transfer | None = None
 
     def publish(self, k: Tensor, v: Tensor) -> None:
         self.shown.make_room("kv", k.nbytes + v.nbytes, self.device)
@@ -89,7 +88,7 @@ class Pull(Mover):
             for begin, place in zip(self.begins, rows, strict=True):
                 places.append(place)
                 sources.append(self.shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
-        wait = copy_beside(places, sources, self.device)
+        wait = copy_beside(places, sources, Beside(self.device, "copies"))
 
         def finish() -> None:
             wait()
@@ -104,25 +103,24 @@ class Pull(Mover):
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
         # nothing is sent: each owner takes its rows out of its readers' parts
-        if self.given is not None:
-            self.given()  # behind the barrier others write again what this took
-        use = f"part {which}"
-        self.shown.barrier(use, self.seconds)
+        use, home = f"part {which}", Beside(self.device, "home")
+        home.follow()
+        with home.run():
+            self.shown.barrier(use, self.seconds)
+        home.done()()  # others have taken what was given before, and its memory may be written again
         pieces = self.plan.gives[index]
         places = [place for (place,) in slots(pieces, (into,))]
         sources = [self.shown.rows(use, p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
-        self.given = copy_beside(places, sources, self.device)
-        return self.given
+        return copy_beside(places, sources, home)
 
 
-def copy_beside(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Transfer:
+def copy_beside(places: list[Tensor], sources: list[Tensor], beside: Beside) -> Transfer:
     """Copies on a side stream, after what the current one has been given so far."""
-    copies = Beside(device, "copies")
-    copies.follow()  # what the places held is used up, and the barrier has passed
-    with copies.run():
+    beside.follow()  # what the places held is used up
+    with beside.run():
         for place, source in zip(places, sources, strict=True):
             place.copy_(source, non_blocking=True)  # both contiguous, so a plain copy: no kernel
-    return copies.done()
+    return beside.done()
 
 
 def settle(device: torch.device) -> None:

@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.reference import accumulation_dtype
+
 from . import progress
 from .beside import Beside, Transfer
 from .groups import Pair
@@ -47,7 +49,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nobody has tried to pull
 }
-PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
+PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts, in each lane
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
@@ -72,21 +74,26 @@ def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
     print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
-def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
+def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lane: int = 0) -> Mover:
     if transport in PULLED:
         from .pull import Pull  # only there where CUDA is
 
-        return Pull(pair, plan, device)
+        return Pull(pair, plan, device, lane)
     return Messages(pair, plan, device)
 
 
+def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
+    """How many a block's dK/dV are sent in: more take more kernels, and less memory."""
+    numbers = plan.most_keys * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    return 4 if numbers * accumulation_dtype(k.dtype).itemsize > PART_BYTES else 1
+
+
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-    """Each step of the plan with its keys and values. What the next step needs is on its way while this one computes."""
+    """Each step with its keys and values, once they are published. What the next one needs travels meanwhile."""
     steps = mover.plan.steps
     own = steps[0].pieces[0].rows
     block = k[:, own], v[:, own]
     if len(steps) > 1:
-        mover.publish(k, v)
         most = max(step.num_keys for step in steps[1:])
         buffers = [new_rows(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
@@ -122,8 +129,9 @@ class Homeward:
     Sums are made on a stream beside the kernels', so that none stands between two of these.
     """
 
-    def __init__(self, mover: Mover, mine: Tensor) -> None:
+    def __init__(self, mover: Mover, mine: Tensor, parts: int) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
+        self.parts = parts  # that the heads are sent in, if these divide
         self.turn = 0
         self.coming: Arrival | None = None
         self.sums = Beside(mine.device, "sums")
@@ -141,9 +149,7 @@ class Homeward:
     def head_parts(self) -> list[slice]:
         """KV heads whose gradients go together."""
         heads = self.mine.shape[2]
-        row_bytes = self.mine[0].numel() * self.mine.element_size() if len(self.mine) else 0
-        wanted = 4 if row_bytes * self.mover.plan.most_keys > PART_BYTES else 1
-        parts = max(n for n in (1, 2, 4) if heads % n == 0 and n <= wanted)
+        parts = max(n for n in (1, 2, 4) if heads % n == 0 and n <= self.parts)
         return [slice(i * heads // parts, (i + 1) * heads // parts) for i in range(parts)]
 
     def part(self, index: int, heads: slice) -> Tensor:
@@ -187,6 +193,8 @@ class Homeward:
     def _hand_on(self, region: Region, arrived: list[tuple[slice, Tensor]], came: slice, grads: tuple[Tensor, ...]) -> None:
         """What came last is added straight into dk and dv, and all else is cast."""
         all_heads, all_rows = region
+        if all_heads.start == all_heads.stop:
+            return
         heads = _meet(came, all_heads)
         parts = [(_meet(rows, all_rows), more[_within(rows, all_rows), :, _within(came, all_heads)]) for rows, more in arrived]
         *sums, (rows, last) = parts or [(slice(all_rows.start, all_rows.start), self.mine[:0, :, heads])]

@@ -25,7 +25,9 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
             path = folder / "profile" / f"step-{step}-rank-{rank}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             ready = partial(_export, path)
-            stack.enter_context(torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True, on_trace_ready=ready))
+            stack.enter_context(
+                torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True, on_trace_ready=ready)
+            )
         if step in debug.memory and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000)
             stack.callback(lambda: _snapshot(folder / "memory" / f"step-{step}-rank-{rank}.pickle"))

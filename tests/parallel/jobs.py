@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention, transport
+from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention
 from parallel import groups as groups_of
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
@@ -290,7 +290,6 @@ def barriers(case: Case) -> dict[str, int]:
     layout, rank = here.layout(case.kind, case.length), here.context_rank
     q, k, v = (layout.shard(inputs(case)[name], 1, rank).requires_grad_() for name in "qkv")
     counts: dict[str, int] = {}
-    transport.PART_BYTES = case.part_bytes
     wait = shared_memory.Handle.barrier
 
     def counting(handle: Any, **options: Any) -> None:
@@ -301,7 +300,7 @@ def barriers(case: Case) -> dict[str, int]:
         options = dict(mask=make_mask(case.mask), layout=layout, mesh=here, transport=case.transport, backend=case.backend)
         return context_attention(q, k, v, **options)
 
-    with installed():
+    with case.installed(), installed():
         forward()  # where nothing has been read yet
         shared_memory.Handle.barrier = counting
         try:

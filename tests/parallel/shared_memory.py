@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import op, pull
+from parallel.beside import Beside
 
 _paths: dict[int, str] = {}
 slow_rank: int | None = None  # its copies come late
@@ -53,7 +54,7 @@ def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
     return handle
 
 
-def copy_late(places: list[Tensor], sources: list[Tensor], device: torch.device) -> Callable[[], object]:
+def copy_late(places: list[Tensor], sources: list[Tensor], beside: Beside) -> Callable[[], object]:
     left = [None]
 
     def finish() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
-from parallel import pull, ring, transport
+from parallel import lanes, pull, ring, transport
 
 Stream = tuple[int, str]  # a rank's
 
@@ -31,8 +31,8 @@ class Machine:
         self.current: Stream = 0, "kernels"
         self.shown: dict[int, list[Tensor]] = {}  # symmetric memory, in the order in which it is made
         self.made = [0] * ranks
-        self.arrived = [0] * ranks  # at barriers
-        self.asked = [0] * ranks
+        self.arrived: dict[int, list[int]] = {}  # at the barriers of a channel
+        self.asked: dict[int, list[int]] = {}
 
     def give(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True, stream: Stream | None = None) -> None:
         self.queues.setdefault(stream or self.current, deque()).append((run, ready))
@@ -47,14 +47,15 @@ class Machine:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         rank = self.current[0]
-        self.asked[rank] += 1
-        number = self.asked[rank]
+        asked, arrived = (of.setdefault(channel, [0] * self.ranks) for of in (self.asked, self.arrived))
+        asked[rank] += 1
+        number = asked[rank]
 
         def arrive() -> None:
-            self.arrived[rank] = number
+            arrived[rank] = number
 
         self.give(arrive)
-        self.give(lambda: None, lambda: min(self.arrived) >= number)
+        self.give(lambda: None, lambda: min(arrived) >= number)
 
     def run(self) -> None:
         late = self.random.choice(list(self.queues))
@@ -96,8 +97,9 @@ def installed(machine: Machine) -> Iterator[None]:
     """`parallel.pull`, the ring and what moves gradients home, given to the machine's streams."""
 
     class Beside:
-        def __init__(self, device: torch.device, use: str) -> None:
-            self.stream = machine.current[0], use
+        def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
+            rank, beside = machine.current
+            self.stream = rank, f"{use} beside {beside}"
 
         def follow(self) -> None:
             machine.wait(self.stream, machine.record(machine.current))
@@ -131,7 +133,7 @@ def installed(machine: Machine) -> Iterator[None]:
     def put_off(kernel: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args, **options: machine.give(lambda: kernel(*args, **options))
 
-    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (pull, ring, transport)]
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (lanes, pull, ring, transport)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
     fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]

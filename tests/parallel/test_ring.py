@@ -50,6 +50,8 @@ def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
         Case("all-padding", heads=gqa, mask=dict(causal=True, documents=packed(-37)), sinks=True),
         Case("prefix", heads=mqa, mask=dict(causal=True, prefix=15), options=everything),
         Case("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
+        Case("lanes", length=41, heads=gqa, mask=dict(causal=True), sinks=True, options=everything, lanes=2),
+        Case("lanes-parts", length=45, heads=mha, widths=(16, 24), mask=dict(window=9), part_bytes=0, lanes=2, batch=2),
         Case("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
     ]
     return [replace(case, kind=kind, ring=ring, ulysses=ulysses) for case in plain]

@@ -9,7 +9,8 @@ import torch
 from kernels import Mask, attention
 from parallel import Layout, transport
 from parallel.groups import Pair
-from parallel.plan import make_plan
+from parallel.mover import Mover
+from parallel.plan import Plan, make_plan
 from parallel.pull import Pull
 from parallel.ring import ring_backward, ring_forward
 
@@ -37,9 +38,10 @@ class Sequence(NamedTuple):
 
 EVEN = Sequence("zigzag", 4, 0, 1, (2, 2), (16, 16))
 ODD = Sequence("contiguous", 3, 1, 2, (2, 1), (16, 24))  # halves are of keys
+UNEVEN = Sequence("contiguous", 3, 1, 2, (6, 3), (16, 24))  # a lane of one KV head, and one of two
 
 
-def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool) -> float:
+def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool, lanes: int) -> float:
     """Of three forwards in a row with different inputs, and of three more with their backwards."""
     inputs = sequence.inputs(ranks, seed)
     machine, mask, layout = Machine(ranks, seed), Mask(causal=True), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
@@ -56,11 +58,15 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool) -> float:
             machine.current = rank, "kernels"
             group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda rank=rank: rank)
             pair = Pair(group, group, True, list(range(ranks)), 1.0)
+
+            def movers(pair: Pair = pair, plan: Plan = plan) -> list[Mover]:
+                return [Pull(pair, plan, torch.device("cpu"), lane) for lane in range(lanes)]
+
             for q, k, v, _ in shards[rank]:
-                results[rank] += ring_forward(q, k, v, mask, Pull(pair, plan, q.device), None, 0, **OPTIONS)[:1]
+                results[rank] += ring_forward(q, k, v, mask, movers(), None, 0, **OPTIONS)[:1]
             for q, k, v, dout in shards[rank]:
-                out, lse = ring_forward(q, k, v, mask, Pull(pair, plan, q.device), None, 0, **OPTIONS)
-                grads = ring_backward(dout, None, q, k, v, out, lse, mask, Pull(pair, plan, q.device), 0, **OPTIONS)
+                out, lse = ring_forward(q, k, v, mask, movers(), None, 0, **OPTIONS)
+                grads = ring_backward(dout, None, q, k, v, out, lse, mask, movers(), 0, **OPTIONS)
                 results[rank] += [out, *grads[:3]]
     machine.run()
     wanted = [[layout.shard(x, 1, rank) for x in expected[::4] + expected] for rank in range(ranks)]  # padding is 0
@@ -70,10 +76,12 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool) -> float:
 
 @pytest.mark.parametrize("merged", [False, True], ids=["pull", "pull_all"])
 @pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28)])
-@pytest.mark.parametrize("sequence", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "sequence, lanes", [(EVEN, 1), (EVEN, 2), (ODD, 1), (UNEVEN, 2)], ids=["even", "even-2", "odd", "uneven-2"]
+)
 def test_any_order_is_right(
-    sequence: Sequence, ranks: int, part_bytes: int, merged: bool, monkeypatch: pytest.MonkeyPatch
+    sequence: Sequence, lanes: int, ranks: int, part_bytes: int, merged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     for seed in range(12 if sequence is EVEN else 4):
-        assert wrong_by(sequence, ranks, seed, merged) <= 1e-12
+        assert wrong_by(sequence, ranks, seed, merged, lanes) <= 1e-12

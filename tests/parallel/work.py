@@ -1,8 +1,12 @@
 """What the ranks of a pool are told to do. Every function runs on every rank."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,10 +35,18 @@ class Case:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
+    lanes: int = 0  # 0: as the ring chooses
     device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.name}-{self.kind}-{self.length}-{self.ring}x{self.ulysses}-{self.transport}"
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """What no argument says."""
+        lanes = {"RINGSPAN_LANES": str(self.lanes or "")}
+        with patch.object(transport, "PART_BYTES", self.part_bytes), patch.dict(os.environ, lanes):
+            yield
 
 
 @cache
@@ -83,12 +95,12 @@ def shared(case: Case, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[s
     leaves = {name: mine[name].requires_grad_() for name in "qkv"}
     if "sinks" in given:
         leaves["sinks"] = given["sinks"].clone().requires_grad_()
-    transport.PART_BYTES = case.part_bytes
     q, k, v = (leaves[name] for name in "qkv")
     extra = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend, transport=case.transport)
     mask = make_mask(case.mask, mask_on)
-    out, lse = context_attention(q, k, v, mask, layout=layout, mesh=here, **extra, **case.options)
-    grads = torch.autograd.grad([out, lse], list(leaves.values()), [mine["dout"], dlse])
+    with case.installed():
+        out, lse = context_attention(q, k, v, mask, layout=layout, mesh=here, **extra, **case.options)
+        grads = torch.autograd.grad([out, lse], list(leaves.values()), [mine["dout"], dlse])
     result = {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
     if "dsinks" in result and dist.is_initialized():
         dist.all_reduce(result["dsinks"])

@@ -213,7 +213,7 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
     plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
     mover = Messages(Pair(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), mover=mover, head_start=0, backend="chunked")
+    options = dict(mask=Mask(), movers=[mover], head_start=0, backend="chunked")
     found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
     planned = 3 * q.nbytes + footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     end = 2 * k.nbytes if ring == 2 else 0  # a ring of two has the most when dk and dv are made, at its end
@@ -234,13 +234,13 @@ def test_what_is_shown_is_what_a_pull_makes_room_for(
         rows=lambda use, rank, first, shape, dtype, begin=0: torch.empty(shape, dtype=dtype),
         barrier=lambda *_: None,
     )
-    monkeypatch.setattr(pull, "shown_by", lambda _: shown)
+    monkeypatch.setattr(pull, "shown_by", lambda *_: shown)
     monkeypatch.setattr(pull, "copy_beside", lambda *_: lambda: None)
     rows, heads, width = 256, 4, 32
     plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
     pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), mover=pull.Pull(pair, plan, torch.device("cpu")), head_start=0, backend="chunked")
+    options = dict(mask=Mask(), movers=[pull.Pull(pair, plan, torch.device("cpu"))], head_start=0, backend="chunked")
     ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options)
     assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4)
 

@@ -1,0 +1,48 @@
+"""Heads in lanes: two rings side by side, each of some heads and on a stream of its own.
+
+A kernel leaves SMs idle in its last wave, and for as long as its stream then waits for rows or for other ranks. Heads know
+nothing of each other, so half of them can go round by themselves: what one lane leaves idle, the other's kernel takes.
+
+    side_by_side([lane(half) for half in halves], device)      a lane is a generator that stops where the others may go on
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from .beside import Beside
+
+LEAST = 2**37  # operations of a forward on one rank's keys: with less the host is too late with twice as many kernels
+
+
+def num_lanes(pulled: bool, kv_heads: int, parts: int, operations: float) -> int:
+    """Two where they pay: a lane's gradients go in as many parts as one lane's would, so that they take no more memory.
+
+    The same on every rank. RINGSPAN_LANES=1 or 2 says it for all calls, as far as there are heads.
+    """
+    wanted = os.environ.get("RINGSPAN_LANES", "")
+    if wanted not in ("", "1", "2"):
+        raise ValueError(f"RINGSPAN_LANES={wanted}: a ring has 1 or 2 lanes; leave it unset to have it chosen")
+    if wanted:
+        return min(kv_heads, int(wanted))
+    return 2 if pulled and kv_heads >= 2 * parts and operations >= LEAST else 1
+
+
+def side_by_side(lanes: list[Iterator[None]], device: torch.device) -> None:
+    """A step of each in turn; the first on the current stream, which at the end waits for all."""
+    others = [Beside(device, f"lane {index}", priority=0) for index in range(1, len(lanes))]
+    for other in others:
+        other.follow()
+    places: list[Callable[[], AbstractContextManager[object]]] = [nullcontext, *(other.run for other in others)]
+    going = list(zip(lanes, places, strict=True))
+    while going:
+        still = []
+        for lane, place in going:
+            with place():
+                if next(lane, "over") != "over":
+                    still.append((lane, place))
+        going = still
+    for other in others:
+        other.done()()
