@@ -112,6 +112,9 @@ def ring_backward(
         return dq, dk, dv
 
     def lane(index: int, kv_heads: slice, heads: slice) -> Iterator[None]:
+        given = take(k, everything, kv_heads), take(v, everything, kv_heads)
+        mine = take(sum_kv, slice(0, k.shape[0]), kv_heads)
+
         def block(
             step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, add: bool | str
         ) -> None:
@@ -139,8 +142,6 @@ def ring_backward(
             if some.start < some.stop:
                 block(own, *given, mine[keys, :, some], some, keys, add)
 
-        given = take(k, everything, kv_heads), take(v, everything, kv_heads)
-        mine = take(sum_kv, slice(0, k.shape[0]), kv_heads)
         size = index, len(movers), mine.shape[2], own.num_keys
         first, second = own_parts(*size, own.num_keys)
         mover, home = movers[index], Homeward(movers[index], mine, parts)
