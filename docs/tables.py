@@ -146,12 +146,13 @@ def train(result: Result) -> str:
     if result["differences"]:
         lines += [
             "",
-            "| runs that differ by | | steps | largest difference of the loss | at a loss of |",
-            "|---|---|--:|--:|--:|",
+            "| runs that differ by | | steps | difference of the loss on average | largest | at a loss of |",
+            "|---|---|--:|--:|--:|--:|",
         ]
         for row in result["differences"]:
             splits = " and ".join(dict.fromkeys(row["splits"]))
-            lines.append(f"| {row['differ_in']} | {splits} | {row['steps']} | {row['largest']:.2g} | {row['loss']:.3f} |")
+            gaps = f"{row['mean']:.2g} | {row['largest']:.2g} | {row['loss']:.3f}"
+            lines.append(f"| {row['differ_in']} | {splits} | {row['steps']} | {gaps} |")
     picture = f"[The losses, drawn]({result['plot']}). " if result.get("plot") else ""
     return "\n".join(lines) + f"\n\n{picture}{_origin(result)}"
 
