@@ -144,7 +144,7 @@ def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> No
             },
         ],
         "differences": [
-            {"differ_in": "split", "splits": ["one", "four"], "steps": 200, "largest": 0.00123, "loss": 2.3456},
+            {"differ_in": "split", "splits": ["one", "four"], "steps": 200, "mean": 0.00045, "largest": 0.00123, "loss": 2.3456},
         ],
     }  # fmt: skip
     (house / "README.md").write_text("<!-- table: train-h200 if measured -->\n<!-- end -->\n")
@@ -159,7 +159,7 @@ def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> No
     assert lines[0] == "<!-- table: train-h200 if measured -->" and lines[-1] == "<!-- end -->"
     big = "| big, 1 × 131,072 tokens on 4: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 | 12.5% |"
     assert big in lines and "| small, 8 × 512 tokens on 1: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – |" in lines
-    assert "| split | one and four | 200 | 0.0012 | 2.346 |" in lines
+    assert "| split | one and four | 200 | 0.00045 | 0.0012 | 2.346 |" in lines
     assert "[The losses, drawn](docs/loss.png). Made-up GPU, bf16" in lines[-3]
     assert tables.main(["--check"], house) == 0
 

@@ -8,6 +8,7 @@ import torch
 
 from parallel import Layout
 from parallel.packed import unpack
+from parallel.lanes import LEAST, num_lanes
 from parallel.ring import halves
 from parallel.transport import Homeward
 
@@ -96,6 +97,21 @@ def test_a_barrier_is_spared_where_one_has_passed(pools) -> None:
     """Before K/V are published again; and one behind that, and one for each step's gradients, always."""
     for counts in pools(3)(jobs.barriers, Case("barriers", ring=3, transport="pull", mask=dict(causal=True))):
         assert counts == {"forward": 2, "backward": 4, "after a backward": 1, "after a forward": 2}
+
+
+def test_two_lanes_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGSPAN_LANES", raising=False)
+    assert num_lanes(pulled=True, kv_heads=2, parts=1, operations=LEAST) == 2
+    assert num_lanes(pulled=True, kv_heads=7, parts=4, operations=LEAST) == 1  # its parts would be larger than one lane's
+    assert num_lanes(pulled=True, kv_heads=8, parts=4, operations=LEAST) == 2
+    assert num_lanes(pulled=True, kv_heads=8, parts=1, operations=LEAST - 1) == 1
+    assert num_lanes(pulled=False, kv_heads=8, parts=1, operations=LEAST) == 1
+    monkeypatch.setenv("RINGSPAN_LANES", "2")
+    assert num_lanes(pulled=False, kv_heads=8, parts=4, operations=0) == 2
+    assert num_lanes(pulled=True, kv_heads=1, parts=1, operations=LEAST) == 1
+    monkeypatch.setenv("RINGSPAN_LANES", "3")
+    with pytest.raises(ValueError, match="leave it unset"):
+        num_lanes(pulled=True, kv_heads=8, parts=1, operations=LEAST)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
