@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parallel import Layout
-from parallel.packed import unpack
 from parallel.lanes import LEAST, num_lanes
+from parallel.packed import unpack
 from parallel.ring import halves
 from parallel.transport import Homeward
 
