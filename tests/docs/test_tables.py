@@ -144,7 +144,10 @@ def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> No
             },
         ],
         "differences": [
-            {"differ_in": "split", "splits": ["one", "four"], "steps": 200, "mean": 0.00045, "largest": 0.00123, "loss": 2.3456},
+            {
+                "differ_in": "split", "splits": ["one", "four"], "steps": 200,
+                "mean": 0.00045, "largest": 0.00123, "loss": 2.3456,
+            },
         ],
     }  # fmt: skip
     (house / "README.md").write_text("<!-- table: train-h200 if measured -->\n<!-- end -->\n")
