@@ -24,7 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from . import rules
-from .config import Config, Source
+from .config import Config, Data, Source
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FLAGS = ["--help", "--cfg", "--config-dir", "--multirun", "--ranks"]
@@ -165,6 +165,8 @@ def help_text(program: str, about: str | None, schema: type) -> str:
             chosen = ", ".join(_choices(field.name, [CONF]))
             lines += ["", f"{field.name}: {field.metadata['help']}  ({field.name}= {chosen})"]
             lines += _option_lines(fields(kind), field.name + ".")
+            if kind is Data:
+                lines += ["", "data.sources.NAME: a part of the mixture", *_option_lines(fields(Source), "data.sources.NAME.")]
     lines += ["", "experiment= " + ", ".join(_choices("experiment", [CONF]))]
     return "\n".join(lines)
 
@@ -281,6 +283,7 @@ def _nearest_key(key: str, groups: list[str]) -> str:
         return ""
     name = key.rpartition(".")[2]
     same = [other for other in known if other.rpartition(".")[2] == name]
+    same = same or [f"data.sources.NAME.{name}" for field in fields(Source) if field.name == name]
     near = same or difflib.get_close_matches(key, known, 3, 0.75)
     if not near:
         names = difflib.get_close_matches(name, {other.rpartition(".")[2] for other in known}, 2, 0.7)
@@ -294,11 +297,23 @@ def _nearest(word: str, words: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+PLAINLY = {  # what OmegaConf says of a value of the wrong type
+    r"Value (?P<value>.*) of type '\w+' could not be converted to Float": "{value} is not a number",
+    r"Value (?P<value>.*) of type '\w+' could not be converted to Integer": "{value} is not a whole number",
+    r"Value (?P<value>.*) is not a valid bool .*": "{value} is neither true nor false",
+    r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.": "this is not a list, which is written [a,b]",
+}
+
+
 def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return lines[1] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines[0]
+    line = lines[1] if len(lines) > 1 and lines[0].endswith("raised while composing config:") else lines[0]
+    for said, plainly in PLAINLY.items():
+        if match := re.fullmatch(said, line):
+            return plainly.format(**match.groupdict())
+    return line
 
 
 def _explain(error: BaseException, overrides: list[str], folders: list[Path]) -> str:

@@ -228,7 +228,7 @@ def _cached(cache: str, key: list, make: Callable[[Path], None]) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / f"{name}.lock").open("w")
     except OSError as error:
-        raise ValueError(f"data.cache={cache!r} cannot be written: {error}; give another folder") from None
+        raise ValueError(f"data.cache={cache!r} is no folder that can be written to: {error}; give another one") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its process dies
         if not (root / name).exists():

@@ -150,7 +150,9 @@ def _files(config: Config) -> Iterator[str]:
             if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
                 yield f"data.sources.{name}.paths: {path} does not exist"
     if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
-        yield f"tokenizer.path={tokenizer.path or chr(39) * 2}: tokenizer={tokenizer.kind} needs a file that exists"
+        wanted = {"hf": "a tokenizer.json, or the folder it is in", "tiktoken": "a .tiktoken file"}[tokenizer.kind]
+        there = f"{tokenizer.path} does not exist" if tokenizer.path else "no file is named"
+        yield f"tokenizer.kind={tokenizer.kind}: {there}; give {wanted}: tokenizer.path=…"
     if config.init_from and not Path(config.init_from).expanduser().is_dir():
         yield f"init_from={config.init_from}: there is no such folder"
     if resume not in ("auto", "none") and not Path(resume).expanduser().is_dir():

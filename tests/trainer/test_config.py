@@ -28,6 +28,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["checkpoint.evry=10"], 1, ["checkpoint.every"]),
     (["data.lenght=10"], 1, ["data.length"]),
     (["data.sources.stdlib.wieght=2"], 1, ["a source has no option wieght", "weight"]),
+    (["data.paths=[a]"], 1, ["there is no option data.paths", "did you mean data.sources.NAME.paths?"]),
     (["foo=1"], 1, ["there is no option foo"]),
     (["+foo=1"], 1, ["neither added nor removed"]),
     (["++optim.lr=1"], 1, ["neither added nor removed"]),
@@ -47,11 +48,11 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["engine=zero4"], 1, ["conf/engine has no zero4", "zero3"]),
     (["schedule=cosin"], 1, ["did you mean cosine?"]),
     # types
-    (["steps=many"], 1, ["steps=many", "could not be converted to Integer"]),
-    (["optim.lr=fast"], 1, ["optim.lr=fast", "Float"]),
-    (["model.tied=perhaps"], 1, ["model.tied=perhaps"]),
+    (["steps=many"], 1, ["steps=many", "'many' is not a whole number"]),
+    (["optim.lr=fast"], 1, ["optim.lr=fast: 'fast' is not a number"]),
+    (["model.tied=perhaps"], 1, ["model.tied=perhaps", "neither true nor false"]),
     (["optim.betas=[0.9,x]"], 1, ["optim.betas=[0.9,x]"]),
-    (["debug.profile=3"], 1, ["debug.profile=3"]),
+    (["debug.profile=3"], 1, ["debug.profile=3: this is not a list, which is written [a,b]"]),
     (["data.sources.recall.weight=heavy"], 1, ["data.sources.recall.weight=heavy"]),
     # bounds and choices of values
     (["steps=0"], 1, ["steps=0: it must be at least 1"]),
