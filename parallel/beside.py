@@ -1,7 +1,7 @@
 """Streams beside that of the kernels. On a CPU there are none, and everything is done where it stands.
 
-Each stream of kernels has its own beside it. Theirs comes first wherever an SM is free: what is small and others wait for does
-not stand behind the rest of a large kernel.
+Each stream of kernels has its own beside it. Unless told otherwise these come first wherever an SM is free: what is small, and
+waited for, does not stand behind the rest of a large kernel.
 
 A large kernel leaves SMs idle in its last wave. Small work that waits on a stream of its own, given after that kernel and
 waiting only for what came before it, runs there and stands between no two kernels. Copies need no SM at all.

@@ -18,7 +18,7 @@ LEAST = 2**40  # operations of a forward on one rank's keys: with less the host 
 
 
 def num_lanes(pulled: bool, kv_heads: int, parts: int, operations: float) -> int:
-    """Two where they pay: a lane's gradients go in as many parts as one lane's would, so that they take no more memory.
+    """Two where they pay, and where each sends its gradients in as many parts as one would: no buffer is larger for them.
 
     The same on every rank. RINGSPAN_LANES=1 or 2 says it for all calls, as far as there are heads.
     """
@@ -27,22 +27,24 @@ def num_lanes(pulled: bool, kv_heads: int, parts: int, operations: float) -> int
         raise ValueError(f"RINGSPAN_LANES={wanted}: a ring has 1 or 2 lanes; leave it unset to have it chosen")
     if wanted:
         return min(kv_heads, int(wanted))
-    return 2 if pulled and kv_heads >= 2 * parts and operations >= LEAST else 1
+    return 2 if pulled and kv_heads % (2 * parts) == 0 and operations >= LEAST else 1
 
 
 def side_by_side(lanes: list[Iterator[None]], device: torch.device) -> None:
-    """A step of each in turn; the first on the current stream, which at the end waits for all."""
+    """A step of each in turn; the first on the current stream, which in the end waits for all."""
     others = [Beside(device, f"lane {index}", priority=0) for index in range(1, len(lanes))]
     for other in others:
         other.follow()
     places: list[Callable[[], AbstractContextManager[object]]] = [nullcontext, *(other.run for other in others)]
     going = list(zip(lanes, places, strict=True))
-    while going:
-        still = []
-        for lane, place in going:
-            with place():
-                if next(lane, "over") != "over":
-                    still.append((lane, place))
-        going = still
-    for other in others:
-        other.done()()
+    try:
+        while going:
+            still = []
+            for lane, place in going:
+                with place():
+                    if next(lane, "over") != "over":
+                        still.append((lane, place))
+            going = still
+    finally:  # after an error too: the memory that they use goes back to the current stream's
+        for other in others:
+            other.done()()

@@ -57,7 +57,7 @@ class Messages(Mover):
             if grouped:
                 group._start_coalescing(self.device)
             for call, pieces, tensors, way in ways:
-                posted: Counter[int] = Counter()  # tags keep messages between the same two ranks apart
+                posted: Counter[int] = Counter()  # tags keep the messages of a call apart, their order those of several
                 for piece, rows in zip(pieces, tensors, strict=True):
                     for tensor in rows:
                         work = call([tensor], piece.rank, posted[piece.rank])

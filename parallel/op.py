@@ -170,7 +170,7 @@ class Call:
             said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
             said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
             said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
-            said |= {"RINGSPAN_LANES": os.environ.get("RINGSPAN_LANES")}
+            said |= {"RINGSPAN_LANES": os.environ.get("RINGSPAN_LANES", "")}
             return said | {"seed": None if seed is None else seed.tolist()}
 
         if everyone:
@@ -179,7 +179,9 @@ class Call:
             pair = pair_of(by_name(group), q.device)
             moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, what == "ring backward")
             plan = make_plan(layout, known, n.rank, merged=moves_by in MERGED)
-            lanes = num_lanes(moves_by in PULLED, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * k.shape[1])
+            keys = k.shape[1] if n.left < 0 or n.known_right < 0 else min(k.shape[1], n.left + n.known_right + 1)
+            travels = moves_by in PULLED and len(plan.steps) > 1
+            lanes = num_lanes(travels, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * keys)
             self.movers = [make_mover(moves_by, pair, plan, q.device, lane) for lane in range(lanes)]
             self.pair = pair
         else:

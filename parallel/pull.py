@@ -66,7 +66,7 @@ def shown_by(group: dist.ProcessGroup, lane: int) -> Shown:
 
 
 class Pull(Mover):
-    def __init__(self, pair: Pair, plan: Plan, device: torch.device, lane: int = 0) -> None:
+    def __init__(self, pair: Pair, plan: Plan, device: torch.device, lane: int) -> None:
         super().__init__(plan)
         self.seconds, self.device = pair.seconds, device
         self.shown, self.rank = shown_by(pair.group, lane), pair.group.rank()

@@ -12,6 +12,7 @@ half at the beginning: the first K/V come while one half is computed, the last g
 kernel waits for either. With two lanes these are the first one's own block and the second one's.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -102,11 +103,13 @@ def ring_backward(
     everything = slice(0, k.shape[1])
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     sum_kv = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)  # of the own block
-    parts = num_parts(movers[0].plan, k, v)
+    lanes = split(len(movers), q.shape[2], k.shape[2])
+    parts = math.gcd(num_parts(movers[0].plan, k, v), *(kv_heads.stop - kv_heads.start for _, kv_heads, _ in lanes))
 
     @cache
     def gradients() -> tuple[Tensor, Tensor, Tensor]:
-        """No memory is taken for them before the first lane comes to its end."""
+        """No memory is taken for them before a lane comes to its end: the first one, on the caller's stream, as all take
+        equally many steps."""
         dq = sum_q if sum_q.dtype == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         return dq, dk, dv
@@ -170,7 +173,7 @@ def ring_backward(
                 take(dq, everything, heads).copy_(take(sum_q, everything, heads))
             casts.done()()
 
-    side_by_side([lane(*each) for each in split(len(movers), q.shape[2], k.shape[2])], q.device)
+    side_by_side([lane(*each) for each in lanes], q.device)
     return *gradients(), delta
 
 
@@ -182,7 +185,7 @@ def split(lanes: int, heads: int, kv_heads: int) -> list[tuple[int, slice, slice
 
 
 def published(mover: Mover, k: Tensor, v: Tensor) -> Iterator[None]:
-    """Every lane's K/V are shown before the first kernel takes all SMs."""
+    """Shows them, and lets the other lane do so: behind a kernel that takes all SMs its copies would come late."""
     if len(mover.plan.steps) > 1:
         mover.publish(k, v)
         yield

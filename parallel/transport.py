@@ -17,6 +17,7 @@ parts of some KV heads, up to four: three of them are there to go out and two to
 """
 
 import functools
+import math
 import os
 import sys
 from collections import Counter
@@ -74,7 +75,7 @@ def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
     print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
-def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lane: int = 0) -> Mover:
+def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lane: int) -> Mover:
     if transport in PULLED:
         from .pull import Pull  # only there where CUDA is
 
@@ -83,9 +84,9 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lan
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
-    """How many a block's dK/dV are sent in: more take more kernels, and less memory."""
+    """How many parts, of some KV heads each, a block's dK/dV are sent in: more take more kernels, and less memory."""
     numbers = plan.most_keys * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    return 4 if numbers * accumulation_dtype(k.dtype).itemsize > PART_BYTES else 1
+    return math.gcd(k.shape[2], 4) if numbers * accumulation_dtype(k.dtype).itemsize > PART_BYTES else 1
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
@@ -131,7 +132,7 @@ class Homeward:
 
     def __init__(self, mover: Mover, mine: Tensor, parts: int) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
-        self.parts = parts  # that the heads are sent in, if these divide
+        self.parts = parts  # that its heads are sent in
         self.turn = 0
         self.coming: Arrival | None = None
         self.sums = Beside(mine.device, "sums")
@@ -148,9 +149,8 @@ class Homeward:
 
     def head_parts(self) -> list[slice]:
         """KV heads whose gradients go together."""
-        heads = self.mine.shape[2]
-        parts = max(n for n in (1, 2, 4) if heads % n == 0 and n <= self.parts)
-        return [slice(i * heads // parts, (i + 1) * heads // parts) for i in range(parts)]
+        heads = self.mine.shape[2] // self.parts
+        return [slice(i * heads, (i + 1) * heads) for i in range(self.parts)]
 
     def part(self, index: int, heads: slice) -> Tensor:
         """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
+from kernels.reference import accumulation_dtype
 from parallel import lanes, pull, ring, transport
 
 Stream = tuple[int, str]  # a rank's
@@ -82,6 +83,7 @@ class PutOff(TorchDispatchMode):
         result = func(*args, **kwargs)
         if any(r.alias_info is not None for r in func._schema.returns):
             return result
+        result.born_on = self.machine.current  # whose memory it is when it is given back
         if "empty" in func.__name__:
             return result.fill_(torch.nan) if result.is_floating_point() else result
         self.machine.give(lambda: result.copy_(func(*args, **kwargs)))
@@ -126,7 +128,7 @@ def installed(machine: Machine) -> Iterator[None]:
         return SimpleNamespace(get_buffer=get_buffer, barrier=machine.barrier)
 
     def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
-        result = dout.new_empty(dout.shape[0], dout.shape[2], dout.shape[1])
+        result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
         machine.give(lambda: result.copy_(output_delta(dout, out, *args, **options)))
         return result
 

@@ -57,7 +57,7 @@ def gpus() -> Iterator[Callable[[int], Pool]]:
         replace(BF16, name="window", mask=dict(causal=True, window=300)),
         replace(BF16, name="documents", mask=DOCUMENTS),
         replace(BF16, name="parts", heads=(8, 8), part_bytes=0),
-        replace(BF16, name="lanes", lanes=2),
+        replace(BF16, name="lanes", heads=(8, 4), lanes=2),
         replace(BF16, name="lanes-parts", heads=(8, 8), part_bytes=0, lanes=2, mask=DOCUMENTS),
     ],
     ids=lambda case: case.name,
@@ -79,7 +79,9 @@ def test_bf16_loses_nothing(case: Case, transport: str, ring: int, ulysses: int,
     [
         replace(FP32, name="dropout", options=dict(dropout=0.3, seed=2**40 + 1)),
         replace(FP32, name="everything", options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2),
-        replace(FP32, name="lanes", options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2, lanes=2),
+        replace(
+            FP32, name="lanes", heads=(8, 4), options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2, lanes=2
+        ),
         replace(FP32, name="mqa", heads=(8, 1), mask=dict(causal=True, window=200)),
         replace(FP32, name="prefix", mask=dict(causal=True, prefix=400)),
         replace(FP32, name="short", length=3),

@@ -102,7 +102,8 @@ def test_a_barrier_is_spared_where_one_has_passed(pools) -> None:
 def test_two_lanes_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RINGSPAN_LANES", raising=False)
     assert num_lanes(pulled=True, kv_heads=2, parts=1, operations=LEAST) == 2
-    assert num_lanes(pulled=True, kv_heads=7, parts=4, operations=LEAST) == 1  # its parts would be larger than one lane's
+    assert num_lanes(pulled=True, kv_heads=12, parts=4, operations=LEAST) == 1  # two lanes' parts would be larger
+    assert num_lanes(pulled=True, kv_heads=9, parts=1, operations=LEAST) == 1
     assert num_lanes(pulled=True, kv_heads=8, parts=4, operations=LEAST) == 2
     assert num_lanes(pulled=True, kv_heads=8, parts=1, operations=LEAST - 1) == 1
     assert num_lanes(pulled=False, kv_heads=8, parts=1, operations=LEAST) == 1

@@ -240,7 +240,7 @@ def test_what_is_shown_is_what_a_pull_makes_room_for(
     plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
     pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), movers=[pull.Pull(pair, plan, torch.device("cpu"))], head_start=0, backend="chunked")
+    options = dict(mask=Mask(), movers=[pull.Pull(pair, plan, torch.device("cpu"), lane=0)], head_start=0, backend="chunked")
     ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options)
     assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4)
 
