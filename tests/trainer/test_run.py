@@ -15,7 +15,7 @@ import pytest
 
 from launch import sweep
 from launch.__main__ import workers
-from tests.trainer import jobs
+from tests.trainer import jobs, wandb_server
 from tests.trainer.test_resume import lines
 from trainer import restore
 
@@ -119,18 +119,47 @@ def test_what_a_layer_keeps_changes_no_number(
     assert [(x["loss"], x["grad"]) for x in kept] == [(x["loss"], x["grad"]) for x in plain[zero]]
 
 
-def test_wandb_offline_makes_a_run_that_can_be_synced(tmp_path: Path) -> None:
+def test_wandb_offline_makes_a_run_that_wandb_sync_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     options = [f"runs={tmp_path}", "name=run", "tracking=offline"]
     assert jobs.run_ranks(1, jobs.train, [*options, "steps=2"]) == [0]
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("run-*.wandb")
-    assert file.stat().st_size > 1000
     run_id = file.stem.removeprefix("run-")
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
     assert state["run_id"] == run_id, "a resumed run goes on under the same id"
     assert jobs.run_ranks(1, jobs.train, [*options, "steps=3"]) == [0]
-    assert {file.name for file in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")} == {f"run-{run_id}.wandb"}
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert {file.name for folder in folders for file in folder.glob("*.wandb")} == {f"run-{run_id}.wandb"}
+    with wandb_server.listening() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        sync = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, folders)]
+        done = subprocess.run(sync, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.count("Finished syncing") == 2, done.stderr
+    assert server.runs == {run_id} and server.configs[0]["data"]["value"]["length"] == 150
+    check_history(server, lines(tmp_path / "run"), steps=3)
+
+
+def test_wandb_online_sends_while_the_run_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    with wandb_server.listening() as server:
+        assert jobs.run_ranks(1, online, str(tmp_path), server.url) == [0]
+    assert "going on offline" not in jobs.said
+    check_history(server, lines(tmp_path / "run"), steps=2)
+
+
+def check_history(server: wandb_server.Server, ours: list[dict[str, Any]], steps: int) -> None:
+    """What wandb's server was sent is what metrics.jsonl has."""
+    assert len(ours) == steps
+    for line in ours:
+        assert server.history[line["step"]]["train/loss"] == pytest.approx(line["loss"], rel=1e-8)
+    assert {"config.yaml", "wandb-summary.json"} <= server.files
+
+
+def online(folder: str, url: str) -> None:
+    os.environ.update(WANDB_API_KEY="0" * 40, WANDB_BASE_URL=url)
+    jobs.train([f"runs={folder}", "name=run", "steps=2", "tracking=wandb"])
 
 
 def test_wandb_with_a_key_and_no_network_goes_on_offline(tmp_path: Path) -> None:
