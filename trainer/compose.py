@@ -6,6 +6,7 @@ run directory of its own. Every mistake is a ConfigError: the key, the argument 
 
 import itertools
 import os
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from .config import Config, Source
 from .options import CONF, default_of, explain, first_line, group_choices, help_text, nearest, nearest_key, option_names
 
 FLAGS = ["--help", "--cfg", "--config-dir", "--multirun", "--ranks"]
+COUNT_TOKENS = ("data.length", "model.max_positions", "rope.original_length")
 
 
 class ConfigError(ValueError):
@@ -66,6 +68,7 @@ def load(
     overrides: list[str], config_dir: str | None = None, world_size: int | None = None, planning: bool = False
 ) -> Composed:
     """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see rules.check."""
+    overrides = [_in_full(text) for text in overrides]
     parsed = [_parse(text) for text in overrides]
     folders = [CONF]
     if config_dir is not None:
@@ -160,6 +163,15 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         else:
             overrides.append(text)
     return flags, overrides
+
+
+def _in_full(text: str) -> str:
+    """128k tokens are 131072, and 1M are 1048576. Of anything else, steps say, a k would be read as 1000."""
+    match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKM])", text)
+    if match is None:
+        return text
+    key, _, number = match[1].partition("=")
+    return f"{key}={int(number) * 1024 ** (2 if match[2] == 'M' else 1)}"
 
 
 def _parse(text: str) -> Override:

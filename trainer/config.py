@@ -107,7 +107,7 @@ class Source:
 class Data:
     """What a step sees."""
 
-    length: int = option(2048, "tokens in a sequence, over all ranks of a ring", least=2)
+    length: int = option(2048, "tokens in a sequence, over all ranks of a ring; data.length=128k is 131072", least=2)
     batch: int = option(8, "sequences in a step, over all ranks and micro-batches: the same at any number of ranks", least=1)
     micro_batch: int = option(1, "sequences that a data rank runs at once; the rest of its share is accumulated", least=1)
     sources: dict[str, Source] = field(

@@ -49,6 +49,8 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["schedule=cosin"], 1, ["did you mean cosine?"]),
     # types
     (["steps=many"], 1, ["steps=many", "'many' is not a whole number"]),
+    (["steps=10k"], 1, ["'10k' is not a whole number"]),
+    (["data.length=128kb"], 1, ["'128kb' is not a whole number"]),
     (["optim.lr=fast"], 1, ["optim.lr=fast: 'fast' is not a number"]),
     (["model.tied=perhaps"], 1, ["model.tied=perhaps", "neither true nor false"]),
     (["optim.betas=[0.9,x]"], 1, ["optim.betas=[0.9,x]"]),
@@ -208,6 +210,11 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
         assert isinstance(
             compose.load([choice, *needs.get(choice, [])], world_size=ranks, planning=group == "hardware").config, Config
         )
+
+
+def test_lengths_may_be_in_k_and_m() -> None:
+    for text, length in (("128k", 131072), ("1M", 1048576), ("4K", 4096), ("512", 512)):
+        assert compose.load(["experiment=laptop", f"data.length={text}"]).config.data.length == length
 
 
 def test_a_mesh_takes_what_is_left() -> None:
