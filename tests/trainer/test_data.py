@@ -349,5 +349,5 @@ def test_no_sources_and_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.sources is empty"):
         Dataset(Data(sources={}), BYTES, seed=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"data.cache=.*cannot be written"):
+    with pytest.raises(ValueError, match=r"data.cache=.*no folder that can be written to"):
         Dataset(Data(sources={"s": Source()}, cache=str(tmp_path / "file" / "below")), BYTES, seed=0)
