@@ -110,10 +110,10 @@ def _tile(tile: list[int] | Result) -> str:
 
 
 def ring(result: Result) -> str:
-    """TFLOP/s per rank forward and backward together, and the share of the kernel alone; a row a setting."""
+    """TFLOP/s per rank forward and backward together, the share of the kernel alone, the peak of memory; a row a setting."""
     rows = {(row["setting"], row["name"]): row for row in result["rows"]}
     measured = {row["name"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
-    lines = [f"| TFLOP/s per GPU on {result['ranks']}, share of alone | " + " | ".join(measured.values()) + " |"]
+    lines = [f"| TFLOP/s per GPU on {result['ranks']}, share of alone, peak GiB | " + " | ".join(measured.values()) + " |"]
     lines.append("|---" * (len(measured) + 1) + "|")
     for setting in result["settings"]:
         cells = []
@@ -121,7 +121,8 @@ def ring(result: Result) -> str:
             row = rows.get((setting["name"], name), {"status": "skipped"})
             if row["status"] == "ok":
                 share = f" ({row['both_share']:.1%})" if "both_share" in row and name != "alone" else ""
-                cells.append(_number(row["both_tflops"]) + share)
+                peak = f", {row['peak_gib']:.2f}" if "peak_gib" in row else ""
+                cells.append(_number(row["both_tflops"]) + share + peak)
             else:
                 cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
         lines.append(f"| {setting['name']} | " + " | ".join(cells) + " |")
