@@ -28,6 +28,7 @@ from .packed import Rows, by_rows
 from .plan import Plan
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+REMEMBERED = 1024  # views of shown memory; documents ask for others in every step
 
 
 class Shown:
@@ -36,6 +37,7 @@ class Shown:
     def __init__(self, group: dist.ProcessGroup, lane: int) -> None:
         self.group, self.lane = group, lane
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
+        self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
         self.read = False  # whether K/V have been pulled since the last barrier; the same on every rank
 
     def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
@@ -45,10 +47,17 @@ class Shown:
             torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all that is left
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             self.memory[use] = memory, symmetric_memory.rendezvous(memory, self.group)
+            self.views.clear()
 
     def rows(self, use: str, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
         """A rank's rows from the `first` on, of the tensor that begins after `begin` elements."""
-        return self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
+        key = use, rank, first, shape, dtype, begin
+        if key not in self.views:
+            if len(self.views) >= REMEMBERED:
+                self.views.clear()
+            with torch.inference_mode(False):  # made in it, they could not be written to outside
+                self.views[key] = self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
+        return self.views[key]
 
     def barrier(self, use: str, seconds: float) -> None:
         self.memory[use][1].barrier(channel=self.lane, timeout_ms=int(seconds * 1000))
