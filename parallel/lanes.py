@@ -14,7 +14,7 @@ import torch
 
 from .beside import Beside
 
-LEAST = 2**40  # operations of a forward on one rank's keys: with less the host is too late with twice as many kernels
+LEAST = 2**40  # operations of a forward on one rank's keys: with less the host would be late with twice as many kernels
 
 
 def num_lanes(pulled: bool, kv_heads: int, parts: int, operations: float) -> int:
