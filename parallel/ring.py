@@ -14,7 +14,7 @@ kernel waits for either. With two lanes these are the first one's own block and 
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -55,9 +55,9 @@ def ring_forward(
     def lane(index: int, kv_heads: slice, heads: slice) -> Iterator[None]:
         mover, casts = movers[index], Beside(q.device, "casts")
         begin = None if start is None else (None, take(start, heads, everything))
-        mine = take(k, everything, kv_heads), take(v, everything, kv_heads)
-        yield from published(mover, *mine)
-        for number, step, k_block, v_block in travel(mover, *mine):
+        given = take(k, everything, kv_heads), take(v, everything, kv_heads)
+        yield from published(mover, *given)
+        for number, step, k_block, v_block in travel(mover, *given):
             if step.pieces or number == 0:  # others may need a step that this rank does not
                 rows, last = step.queries, number == final
                 so_far = (take(acc, rows, heads), take(lse, heads, rows)) if number else begin
@@ -145,8 +145,8 @@ def ring_backward(
             if some.start < some.stop:
                 block(own, *given, mine[keys, :, some], some, keys, add)
 
-        size = index, len(movers), mine.shape[2], own.num_keys
-        first, second = own_parts(*size, own.num_keys)
+        of_own = partial(own_parts, index, len(movers), mine.shape[2], own.num_keys)
+        first, second = of_own(end=own.num_keys)
         mover, home = movers[index], Homeward(movers[index], mine, parts)
         yield from published(mover, *given)
         for number, step, k_block, v_block in travel(mover, *given):
@@ -166,7 +166,7 @@ def ring_backward(
         own_block(second, add=True)
         casts = Beside(q.device, "casts")
         casts.follow()
-        free, last = own_parts(*size, len(mine))
+        free, last = of_own(end=len(mine))
         home.finish(free, last, take(dk, everything, kv_heads), take(dv, everything, kv_heads))
         if dq is not sum_q:
             with casts.run():
