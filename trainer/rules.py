@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, Hardware, Model, Rope
+from .tokenizer import file_of
 
 
 def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
@@ -140,7 +141,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _files(config: Config) -> Iterator[str]:
     """What has to be on this machine; a plan needs none of it."""
-    tokenizer, resume = config.tokenizer, config.checkpoint.resume
+    resume = config.checkpoint.resume
     for name, source in config.data.sources.items():
         if source.kind not in ("text", "tokens"):
             continue
@@ -149,10 +150,11 @@ def _files(config: Config) -> Iterator[str]:
         for path in source.paths:
             if not any(c in path for c in "*?[") and not Path(path).expanduser().exists():
                 yield f"data.sources.{name}.paths: {path} does not exist"
-    if tokenizer.kind != "bytes" and not (tokenizer.path and Path(tokenizer.path).expanduser().exists()):
-        wanted = {"hf": "a tokenizer.json, or the folder it is in", "tiktoken": "a .tiktoken file"}[tokenizer.kind]
-        there = f"{tokenizer.path} does not exist" if tokenizer.path else "no file is named"
-        yield f"tokenizer.kind={tokenizer.kind}: {there}; give {wanted}: tokenizer.path=…"
+    if config.tokenizer.kind != "bytes":
+        try:
+            file_of(config.tokenizer)
+        except ValueError as error:
+            yield str(error)
     if config.init_from and not Path(config.init_from).expanduser().is_dir():
         yield f"init_from={config.init_from}: there is no such folder"
     if resume not in ("auto", "none") and not Path(resume).expanduser().is_dir():

@@ -122,7 +122,9 @@ def file_of(options: config.Tokenizer) -> Path:
     if options.path and path.is_dir():
         path = path / "tokenizer.json"
     if not options.path or not path.is_file():
-        raise ValueError(f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine")
+        wanted = "a .tiktoken file" if options.kind == "tiktoken" else "a tokenizer.json, or the folder it is in"
+        needs = f"tokenizer.kind={options.kind} needs a file that is on this machine, {wanted}"
+        raise ValueError(f"tokenizer.path={options.path!r}: {needs}")
     return path
 
 
