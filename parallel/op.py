@@ -183,16 +183,16 @@ class Call:
             travels = moves_by in PULLED and len(plan.steps) > 1
             lanes = num_lanes(travels, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * keys)
             self.movers = [make_mover(moves_by, pair, plan, q.device, lane) for lane in range(lanes)]
-            self.pair = pair
+            self.pair, self.pulls = pair, moves_by in PULLED
         else:
             self.movers = [Alone(make_plan(layout, known, n.rank))]
-            self.pair = None
+            self.pair, self.pulls = None, False
 
     def watch(self) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if self.pair is not None and self.on_gpu:
             others = ", ".join(str(rank) for rank in self.pair.ranks if rank != self.pair.ranks[self.pair.group.rank()])
-            progress.expect(f"ranks {others}", self.pair.seconds)
+            progress.expect(f"ranks {others}", self.pair.seconds, end=self.pulls)
 
 
 @differentiable("ring_forward", lambda: backward_op)

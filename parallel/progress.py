@@ -4,8 +4,8 @@
     progress.here()                      "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
 
 On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
-waits on the host: a thread watches an event behind each op and prints the words when nothing has moved for that long.
-NCCL's own watchdog, or the symmetric memory's limit, then ends the process.
+waits on the host: a thread watches an event behind each op and prints the words when nothing has moved for that long. Then
+NCCL's own watchdog ends the process; where ranks pull, nobody else watches, and the thread makes the device fail.
 """
 
 import sys
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,19 +76,27 @@ def wait(call: Callable[[], object], what: str, seconds: float) -> None:
         raise Stalled(f"{waited(what, seconds)}: {reason[0] if reason else 'no answer'}") from error
 
 
+class _Expected(NamedTuple):
+    event: torch.cuda.Event
+    text: str
+    seconds: float
+    since: float
+    end: bool
+
+
 class _Watch:
     """Looks once a second whether the oldest event has passed."""
 
     def __init__(self) -> None:
-        self.events: deque[tuple[torch.cuda.Event, str, float, float]] = deque()
+        self.expected: deque[_Expected] = deque()
         self.thread: threading.Thread | None = None
 
-    def expect(self, text: str, seconds: float) -> None:
+    def expect(self, text: str, seconds: float, end: bool) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # a graph's events cannot be asked
         event = torch.cuda.Event()
         event.record()
-        self.events.append((event, text, seconds, time.monotonic()))
+        self.expected.append(_Expected(event, text, seconds, time.monotonic(), end))
         if self.thread is None:
             device = torch.cuda.current_device()
             self.thread = threading.Thread(target=self._look, args=(device,), name="ringspan-progress", daemon=True)
@@ -99,20 +108,28 @@ class _Watch:
         while True:
             time.sleep(1)
             with suppress(RuntimeError):  # a CUDA error is for the main thread to raise
-                while self.events and self.events[0][0].query():
-                    self.events.popleft()
+                while self.expected and self.expected[0].event.query():
+                    self.expected.popleft()
                     moved = time.monotonic()
-            if self.events:
-                _, text, seconds, since = self.events[0]
-                if time.monotonic() - max(moved, since) > 0.9 * seconds:  # before others end the process
-                    print(f"ringspan: {text}", file=sys.stderr, flush=True)
-                    self.events.clear()
+            if self.expected:
+                oldest = self.expected[0]
+                if time.monotonic() - max(moved, oldest.since) > 0.9 * oldest.seconds:  # before others end the process
+                    print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
+                    if oldest.end:
+                        _fail()
+                    self.expected.clear()
+
+
+def _fail() -> None:
+    """Makes the device raise an error in whoever waits for it, as an order that waits for others never would."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch._assert_async(torch.zeros((), dtype=torch.bool, device="cuda"))
 
 
 _watch = _Watch()
 
 
-def expect(what: str, seconds: float) -> None:
-    """On a GPU: says so if the current stream does not get past this point in time."""
+def expect(what: str, seconds: float, end: bool = False) -> None:
+    """On a GPU: says so if the current stream does not get past this point in time, and may end it."""
     _here.hop = ""  # the host is through with all of them
-    _watch.expect(waited(what, seconds), seconds)
+    _watch.expect(waited(what, seconds), seconds, end)

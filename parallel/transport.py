@@ -127,7 +127,8 @@ class Arrival(NamedTuple):
 class Homeward:
     """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
 
-    Sums are made on a stream beside the kernels', so that none stands between two of these.
+    Sums are made on a stream beside the kernels', so that none stands between two of these. They do not come first: behind
+    the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
     """
 
     def __init__(self, mover: Mover, mine: Tensor, parts: int) -> None:
@@ -135,7 +136,7 @@ class Homeward:
         self.parts = parts  # that its heads are sent in
         self.turn = 0
         self.coming: Arrival | None = None
-        self.sums = Beside(mine.device, "sums")
+        self.sums = Beside(mine.device, "sums", priority=0)
         self.sums.follow()
         self.summed: Transfer = lambda: None
         self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for

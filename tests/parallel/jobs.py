@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,36 +293,31 @@ def pull_in_haste(case: Case) -> float:
     return worst
 
 
-def barriers(case: Case) -> dict[str, int]:
-    """How many a forward and a backward wait in."""
+def waits(case: Case) -> dict[str, dict[int, list[int]]]:
+    """How many others a forward and a backward wait for, wait by wait, on the stream of the kernels and beside it."""
     here = mesh(case.ring)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
     q, k, v = (layout.shard(inputs(case)[name], 1, rank).requires_grad_() for name in "qkv")
-    counts: dict[str, int] = {}
-    wait = shared_memory.Handle.barrier
+    counts: dict[str, dict[int, list[int]]] = {}
+    wait = shared_memory.Signals.wait
 
-    def counting(handle: Any, **options: Any) -> None:
-        counts[now] = counts.get(now, 0) + 1
-        wait(handle, **options)
+    def counting(signals: Any, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
+        counts.setdefault(now, {}).setdefault(what, []).append(len(signals.others if ranks is None else ranks))
+        wait(signals, what, count, ranks)
 
     def forward() -> Tensor:
         options = dict(mask=make_mask(case.mask), layout=layout, mesh=here, transport=case.transport, backend=case.backend)
         return context_attention(q, k, v, **options)
 
     with case.installed(), installed():
-        forward()  # where nothing has been read yet
-        shared_memory.Handle.barrier = counting
+        shared_memory.Signals.wait = counting
         try:
             now = "forward"
             out = forward()
             now = "backward"
             out.sum().backward()
-            now = "after a backward"
-            forward()
-            now = "after a forward"
-            forward()
         finally:
-            shared_memory.Handle.barrier = wait
+            shared_memory.Signals.wait = wait
     return counts
 
 

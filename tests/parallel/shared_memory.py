@@ -1,12 +1,12 @@
 """Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.pull`.
 
-It shows what the pull transport reads from whom, from where and after which barrier; streams only a GPU can show. Memory is
-filled with NaN, and copies are made only when they are waited for, as late as a copy engine may make them.
+It shows what the pull transport reads from whom, from where and after which signal; streams only a GPU can show. Memory is
+filled with NaN, one rank may be slow to copy, and a wait for a signal waits here and now.
 """
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import op, pull
-from parallel.beside import Beside
 
 _paths: dict[int, str] = {}
 slow_rank: int | None = None  # its copies come late
@@ -32,10 +31,6 @@ class Handle:
         typed = self.memory[rank][: self.memory[rank].numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         assert storage_offset + count <= typed.numel()
         return typed[storage_offset : storage_offset + count].view(sizes)
-
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        assert timeout_ms > 0
-        dist.barrier(group=self.group)
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -54,30 +49,45 @@ def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
     return handle
 
 
-def copy_late(places: list[Tensor], sources: list[Tensor], beside: Beside) -> Callable[[], object]:
-    left = [None]
+class Signals:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        counts = empty(4 * group.size() * 8, torch.uint8, device)
+        self.mine = counts.zero_().view(torch.int64).view(4, -1)
+        handle = rendezvous(counts, group)
+        self.all = [handle.get_buffer(rank, tuple(self.mine.shape), torch.int64) for rank in range(group.size())]
+        self.rank = group.rank()
+        self.others = [rank for rank in range(group.size()) if rank != self.rank]
 
-    def finish() -> None:
-        if not left:
-            return  # made once, however many wait for it
-        left.clear()
-        if dist.get_rank() == slow_rank:
-            time.sleep(0.05)
-        for place, source in zip(places, sources, strict=True):
-            place.copy_(source)
+    def tell(self, what: int, count: int) -> None:
+        for rank in self.others:
+            assert count > self.all[rank][what, self.rank], "a count only grows"
+            self.all[rank][what, self.rank] = count
 
-    return finish
+    def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
+        begun = time.monotonic()
+        for rank in self.others if ranks is None else ranks:
+            assert rank != self.rank
+            while self.mine[what, rank] < count:
+                assert time.monotonic() - begun < 60, f"signal {what} of rank {rank} never came to {count}"
+                time.sleep(1e-4)
+
+
+def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    if dist.get_rank() == slow_rank:
+        time.sleep(0.02)
+    for place, source in zip(places, sources, strict=True):
+        place.copy_(source)
 
 
 @contextmanager
 def installed(slow: int | None = None) -> Iterator[None]:
     global slow_rank
     slow_rank = slow
-    saved = pull.symmetric_memory, pull.copy_beside, pull.settle, op.choose_transport
+    saved = pull.symmetric_memory, pull.Signals, pull.copy, pull.settle, op.choose_transport
     pull.symmetric_memory = __import__(__name__, fromlist=["empty"])
-    pull.copy_beside, pull.settle = copy_late, lambda device: None
+    pull.Signals, pull.copy, pull.settle = Signals, copy, lambda device: None
     op.choose_transport = lambda name, *_: name
     try:
         yield
     finally:
-        pull.symmetric_memory, pull.copy_beside, pull.settle, op.choose_transport = saved
+        pull.symmetric_memory, pull.Signals, pull.copy, pull.settle, op.choose_transport = saved

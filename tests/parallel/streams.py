@@ -2,12 +2,12 @@
 
 A GPU's host only gives orders. Here too: each rank's program runs to its end while every operation on memory is put off, with
 the stream it was given to. Then a random one of the streams that may go on does its next operation, until all are through;
-one of them only goes on when no other can. What no event and no barrier keeps in order comes out wrong: memory starts as NaN.
+one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN.
 """
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,8 @@ class Machine:
         self.current: Stream = 0, "kernels"
         self.shown: dict[int, list[Tensor]] = {}  # symmetric memory, in the order in which it is made
         self.made = [0] * ranks
-        self.arrived: dict[int, list[int]] = {}  # at the barriers of a channel
-        self.asked: dict[int, list[int]] = {}
+        self.told: Counter[tuple[int, int, int, int]] = Counter()  # which signals, what they count, from whom, to whom
+        self.lanes = [0] * ranks
 
     def give(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True, stream: Stream | None = None) -> None:
         self.queues.setdefault(stream or self.current, deque()).append((run, ready))
@@ -45,18 +45,6 @@ class Machine:
 
     def wait(self, stream: Stream, event: list[bool]) -> None:
         self.give(lambda: None, lambda: bool(event), stream)
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        rank = self.current[0]
-        asked, arrived = (of.setdefault(channel, [0] * self.ranks) for of in (self.asked, self.arrived))
-        asked[rank] += 1
-        number = asked[rank]
-
-        def arrive() -> None:
-            arrived[rank] = number
-
-        self.give(arrive)
-        self.give(lambda: None, lambda: min(arrived) >= number)
 
     def run(self) -> None:
         late = self.random.choice(list(self.queues))
@@ -125,7 +113,24 @@ def installed(machine: Machine) -> Iterator[None]:
             count = torch.Size(shape).numel()
             return everyone[owner].view(dtype)[begin : begin + count].view(shape)
 
-        return SimpleNamespace(get_buffer=get_buffer, barrier=machine.barrier)
+        return SimpleNamespace(get_buffer=get_buffer)
+
+    class Signals:
+        def __init__(self, group: Any, device: torch.device) -> None:
+            self.rank = machine.current[0]
+            self.which, machine.lanes[self.rank] = machine.lanes[self.rank], machine.lanes[self.rank] + 1
+            self.others = [rank for rank in range(machine.ranks) if rank != self.rank]
+
+        def tell(self, what: int, count: int) -> None:
+            def run() -> None:
+                for other in self.others:
+                    machine.told[self.which, what, self.rank, other] = count
+
+            machine.give(run)
+
+        def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
+            whose = [(self.which, what, other, self.rank) for other in (self.others if ranks is None else ranks)]
+            machine.give(lambda: None, lambda: all(machine.told[key] >= count for key in whose))
 
     def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
         result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
@@ -138,6 +143,7 @@ def installed(machine: Machine) -> Iterator[None]:
     fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (lanes, pull, ring, transport)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
+    fakes += [(pull, "Signals", Signals)]
     fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
     saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
     for module, name, fake in fakes:

@@ -10,6 +10,7 @@ from parallel import Layout
 from parallel.lanes import LEAST, num_lanes
 from parallel.packed import unpack
 from parallel.ring import halves
+from parallel.signals import GIVEN, READ, SHOWN, TAKEN
 from parallel.transport import Homeward
 
 from . import jobs, work
@@ -93,10 +94,11 @@ def test_pulling_from_ranks_that_are_ahead(transport: str, pools) -> None:
     assert max(pools(3)(jobs.pull_in_haste, case)) <= EXACT
 
 
-def test_a_barrier_is_spared_where_one_has_passed(pools) -> None:
-    """Before K/V are published again; and one behind that, and one for each step's gradients, always."""
-    for counts in pools(3)(jobs.barriers, Case("barriers", ring=3, transport="pull", mask=dict(causal=True))):
-        assert counts == {"forward": 2, "backward": 4, "after a backward": 1, "after a forward": 2}
+def test_a_block_waits_for_its_owner_alone(pools) -> None:
+    """And its gradients for one reader; for all others only who writes again what they read."""
+    for counts in pools(3)(jobs.waits, Case("waits", ring=3, transport="pull", mask=dict(causal=True))):
+        assert counts["forward"] == {READ: [2], SHOWN: [1, 1]}
+        assert counts["backward"] == {READ: [2], SHOWN: [1, 1], TAKEN: [2, 2], GIVEN: [1, 1]}
 
 
 def test_two_lanes_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,13 +229,15 @@ def test_what_is_shown_is_what_a_pull_makes_room_for(
     monkeypatch.setattr("parallel.ring.block_backward", lambda *_, **__: None)
     room: dict[str, int] = {}
     shown = SimpleNamespace(
-        read=False,
+        shown=0,
+        given=0,
+        given_out_of=[0, 0],
+        signals=SimpleNamespace(tell=lambda *_: None, wait=lambda *_: None),
         make_room=lambda use, nbytes, _: room.update({use: max(nbytes, room.get(use, 0))}),
         rows=lambda use, rank, first, shape, dtype, begin=0: torch.empty(shape, dtype=dtype),
-        barrier=lambda *_: None,
     )
     monkeypatch.setattr(pull, "shown_by", lambda *_: shown)
-    monkeypatch.setattr(pull, "copy_beside", lambda *_: lambda: None)
+    monkeypatch.setattr(pull, "copy", lambda *_: None)
     rows, heads, width = 256, 4, 32
     plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
     pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Signals between GPUs of one host: a stream says how far it is, and waits until others are as far.
+
+Both are orders to a stream which the GPU's front end carries out, as it starts kernels and copies. So a wait takes no SM, and
+may stand beside a kernel that has all of them. Signals are numbers that only grow, in memory that all ranks show each other:
+each rank writes its own into everybody's, and waits for those that are written into its.
+
+Whoever waits, waits for what all ranks are told to do earlier in the same program: that cannot end in a circle, also where
+streams share a queue of the device. A wait has no limit of its own: `progress` watches, and ends what has stalled.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+# What a signal counts: how often a rank has …
+SHOWN, READ, GIVEN, TAKEN = range(4)  # shown K/V, read all it wants of them; given gradients, taken those for its rows
+AT_LEAST = 0  # how a wait compares
+
+
+class Signals:
+    """Those of one group, and of one lane in it. Made by all ranks together."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device, self.rank = device, group.rank()
+        size = 4, group.size()
+        memory = symmetric_memory.empty(size, dtype=torch.int32, device=device).zero_()
+        torch.cuda.synchronize(device)  # before others write into it
+        self.memory = memory, symmetric_memory.rendezvous(memory, group)  # kept, as addresses are all that is used of it
+        begins = [self.memory[1].get_buffer(rank, size, torch.int32).data_ptr() for rank in range(group.size())]
+        self.mine = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
+        self.others = [rank for rank in range(len(begins)) if rank != self.rank]
+        self.theirs = [[begins[rank] + 4 * (what * len(begins) + self.rank) for rank in self.others] for what in range(4)]
+
+    def tell(self, what: int, count: int) -> None:
+        """Everyone else, once all is done that the current stream has been given so far."""
+        stream, write = self._stream(), _driver("cuStreamWriteValue32_v2")
+        for address in self.theirs[what]:
+            write(stream, address, count, 0)
+
+    def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
+        """Until these ranks, or all others, have told as much: what the current stream is given next is done then."""
+        stream, until = self._stream(), _driver("cuStreamWaitValue32_v2")
+        for rank in self.others if ranks is None else ranks:
+            until(stream, self.mine[what][rank], count, AT_LEAST)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+
+@functools.cache
+def _driver(name: str) -> Any:
+    """A function of CUDA's driver: (stream, address, number, flags)."""
+    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    call.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    call.errcheck = functools.partial(_check, name)
+    return call
+
+
+def _check(name: str, status: int, *_: Any) -> None:
+    if status != 0:
+        raise RuntimeError(f"{name} failed with CUDA's error {status}: use transport='p2p', which needs no signals")
