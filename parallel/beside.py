@@ -9,7 +9,7 @@ waiting only for what came before it, runs there and stands between no two kerne
     sums = Beside(device, "sums")
     sums.follow()                     what comes here waits for what the current stream has been given so far
     with sums.run(): …
-    wait = sums.done()                wait() makes the current stream wait for it
+    wait = sums.done()                wait() makes the stream that is then current wait for it
 """
 
 from collections.abc import Callable
@@ -22,24 +22,42 @@ Transfer = Callable[[], object]  # makes the current stream, or on the CPU the c
 
 
 class Beside:
+    """Made, followed and left again on one and the same stream."""
+
     def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
-        self.device = device
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            key = torch.cuda.current_stream(device), use
+            self.caller = torch.cuda.current_stream(device)
+            key = self.caller, use
             if key not in _streams:
                 _streams[key] = torch.cuda.Stream(device, priority)
             self.stream = _streams[key]
 
     def follow(self) -> None:
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.stream.wait_stream(self.caller)
 
     def run(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        if self.stream is None:
+            return nullcontext()
+        if torch.cuda.current_device() != self.stream.device_index:
+            return torch.cuda.stream(self.stream)
+        return _There(self.stream, self.caller)
 
     def done(self) -> Transfer:
         if self.stream is None:
             return lambda: None
-        event = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+        return self.stream.record_event().wait
+
+
+class _There:
+    """torch.cuda.stream on the current device, without asking at length where we are."""
+
+    def __init__(self, there: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self.there, self.back = there, back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.there)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.back)

@@ -1,19 +1,20 @@
 """The mover for GPUs of one host: copy engines pull rows out of the owner's symmetric memory.
 
 No SM works for a transfer, and no rank has to send. That rows are there, and that nobody overwrites what another still reads,
-is what signals are for (`signals`). No kernel waits for one, but for those that are long past:
+is what signals are for (`signals`). Kernels wait for none but those that are long past:
 
     publish      all have read the K/V shown before · copy K and V in · tell: shown
     fetch        the owners have shown theirs · pull the rows of a step · behind the last step, tell: read
     part         all have taken what stood there: it was given two steps ago
     give         tell: given · the readers of my rows have given theirs · pull · tell: taken
 
-All but `part` is done on streams of its own beside the kernels. No multicast (multimem) is used anywhere.
+All that others may be late for is done on streams beside the kernels'. No multicast (multimem) is used anywhere.
 """
 
 import math
 import os
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .beside import Beside, Transfer
 from .groups import Pair
 from .mover import Mover, slots
 from .packed import Rows, by_rows
-from .plan import Plan
+from .plan import Piece, Plan
 from .signals import GIVEN, READ, SHOWN, TAKEN, Signals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -40,9 +41,11 @@ class Shown:
         self.signals = Signals(group, device)
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
-        # The same on every rank: how often K/V were shown, and gradients given; and when last out of each of two parts.
+        # The same on every rank: how often K/V were shown and gradients given. Who read the last K/V, and for each of two
+        # parts when gradients were last given out of it, and to whom.
         self.shown = self.given = 0
-        self.given_out_of = [0, 0]
+        self.readers: tuple[int, ...] = ()
+        self.given_out_of: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
 
     def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
         """As much on every rank, made by all of them together when it has to grow."""
@@ -85,53 +88,67 @@ class Pull(Mover):
         self.shown = shown_by(pair.group, lane, device)
         self.begins = 0, 0  # of K and V in what is published, in elements
 
+    @cached_property
+    def copies(self) -> Beside:
+        return Beside(self.device, "copies")
+
+    @cached_property
+    def home(self) -> Beside:
+        return Beside(self.device, "home")
+
     def publish(self, k: Tensor, v: Tensor) -> None:
-        shown, copies = self.shown, Beside(self.device, "copies")
+        shown, signals, rows = self.shown, self.shown.signals, (by_rows(k), by_rows(v))
         shown.make_room("kv", k.nbytes + v.nbytes, self.device)
         self.begins = 0, k.numel()
-        rows = by_rows(k), by_rows(v)
-        copies.follow()
-        with copies.run():
-            shown.signals.wait(READ, shown.shown)
-            shown.shown += 1
-            copy([shown.rows("kv", self.rank, 0, x.shape, x.dtype, at) for at, x in zip(self.begins, rows, strict=True)], rows)
-            shown.signals.tell(SHOWN, shown.shown)
+        # not beside the kernels: a copy within a GPU needs SMs, and behind a kernel that has all of them it would come late
+        signals.wait(READ, shown.shown, shown.readers)
+        copy([shown.rows("kv", self.rank, 0, x.shape, x.dtype, at) for at, x in zip(self.begins, rows, strict=True)], rows)
+        shown.shown += 1
+        shown.readers = ranks_of(piece for pieces in self.plan.gives for piece in pieces)
+        self.copies.follow()
+        with self.copies.run():
+            signals.tell(SHOWN, shown.shown, shown.readers)
 
     def fetch(self, index: int, into: Rows) -> Transfer:
-        shown, pieces, copies = self.shown, self.plan.steps[index].pieces, Beside(self.device, "copies")
+        shown, signals, step = self.shown, self.shown.signals, self.plan.steps[index]
         places, sources = [], []
-        for piece, rows in zip(pieces, slots(pieces, into), strict=True):
+        for piece, rows in zip(step.pieces, slots(step.pieces, into), strict=True):
             for begin, place in zip(self.begins, rows, strict=True):
                 places.append(place)
                 sources.append(shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
-        copies.follow()  # what the places held is used up
-        with copies.run():
-            shown.signals.wait(SHOWN, shown.shown, {piece.rank for piece in pieces})
+        self.copies.follow()  # what the places held is used up
+        with self.copies.run():
+            signals.wait(SHOWN, shown.shown, ranks_of(step.pieces))
             copy(places, sources)
             if index + 1 == len(self.plan.steps):
-                shown.signals.tell(READ, shown.shown)
-        return copies.done()
+                signals.tell(READ, shown.shown, ranks_of(piece for step in self.plan.steps[1:] for piece in step.pieces))
+        return self.copies.done()
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         use, shape = f"part {which}", like.shape[1:]
         self.shown.make_room(use, self.plan.most_keys * math.prod(shape) * like.itemsize, self.device)
-        self.shown.signals.wait(TAKEN, self.shown.given_out_of[which])
+        self.shown.signals.wait(TAKEN, *self.shown.given_out_of[which])
         return self.shown.rows(use, self.rank, 0, (rows, *shape), like.dtype)
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
         # nothing is sent: each owner takes its rows out of its readers' parts
-        shown, pieces, home = self.shown, self.plan.gives[index], Beside(self.device, "home")
+        shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
+        owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
         shown.given += 1
-        shown.given_out_of[which] = shown.given
+        shown.given_out_of[which] = shown.given, owners
         places = [place for (place,) in slots(pieces, (into,))]
         sources = [shown.rows(f"part {which}", p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
-        home.follow()
-        with home.run():
-            shown.signals.tell(GIVEN, shown.given)
-            shown.signals.wait(GIVEN, shown.given, {piece.rank for piece in pieces})
+        self.home.follow()
+        with self.home.run():
+            signals.tell(GIVEN, shown.given, owners)
+            signals.wait(GIVEN, shown.given, readers)
             copy(places, sources)
-            shown.signals.tell(TAKEN, shown.given)
-        return home.done()
+            signals.tell(TAKEN, shown.given, readers)
+        return self.home.done()
+
+
+def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    return tuple(sorted({piece.rank for piece in pieces}))
 
 
 def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

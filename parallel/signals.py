@@ -2,7 +2,7 @@
 
 Both are orders to a stream which the GPU's front end carries out, as it starts kernels and copies. So a wait takes no SM, and
 may stand beside a kernel that has all of them. Signals are numbers that only grow, in memory that all ranks show each other:
-each rank writes its own into everybody's, and waits for those that are written into its.
+each rank writes its own into the memory of those who wait for it.
 
 Whoever waits, waits for what all ranks are told to do earlier in the same program: that cannot end in a circle, also where
 streams share a queue of the device. A wait has no limit of its own: `progress` watches, and ends what has stalled.
@@ -32,24 +32,21 @@ class Signals:
         torch.cuda.synchronize(device)  # before others write into it
         self.memory = memory, symmetric_memory.rendezvous(memory, group)  # kept, as addresses are all that is used of it
         begins = [self.memory[1].get_buffer(rank, size, torch.int32).data_ptr() for rank in range(group.size())]
-        self.mine = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
-        self.others = [rank for rank in range(len(begins)) if rank != self.rank]
-        self.theirs = [[begins[rank] + 4 * (what * len(begins) + self.rank) for rank in self.others] for what in range(4)]
+        # where this rank's signals stand in the others' memory, and theirs in its own
+        self.there = [[begin + 4 * (what * len(begins) + self.rank) for begin in begins] for what in range(4)]
+        self.here = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
 
-    def tell(self, what: int, count: int) -> None:
-        """Everyone else, once all is done that the current stream has been given so far."""
-        stream, write = self._stream(), _driver("cuStreamWriteValue32_v2")
-        for address in self.theirs[what]:
-            write(stream, address, count, 0)
+    def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
+        """These ranks, once all is done that the current stream has been given so far."""
+        stream, write = torch._C._cuda_getCurrentRawStream(self.device.index), _driver("cuStreamWriteValue32_v2")
+        for rank in ranks:
+            write(stream, self.there[what][rank], count, 0)
 
-    def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
-        """Until these ranks, or all others, have told as much: what the current stream is given next is done then."""
-        stream, until = self._stream(), _driver("cuStreamWaitValue32_v2")
-        for rank in self.others if ranks is None else ranks:
-            until(stream, self.mine[what][rank], count, AT_LEAST)
-
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
+        """Until these ranks have told as much: what the current stream is given next is done then."""
+        stream, until = torch._C._cuda_getCurrentRawStream(self.device.index), _driver("cuStreamWaitValue32_v2")
+        for rank in ranks:
+            until(stream, self.here[what][rank], count, AT_LEAST)
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,28 +293,26 @@ def pull_in_haste(case: Case) -> float:
 
 
 def waits(case: Case) -> dict[str, dict[int, list[int]]]:
-    """How many others a forward and a backward wait for, wait by wait, on the stream of the kernels and beside it."""
+    """For how many others a forward and a backward wait, wait by wait, by what for."""
     here = mesh(case.ring)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
     q, k, v = (layout.shard(inputs(case)[name], 1, rank).requires_grad_() for name in "qkv")
     counts: dict[str, dict[int, list[int]]] = {}
     wait = shared_memory.Signals.wait
 
-    def counting(signals: Any, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
-        counts.setdefault(now, {}).setdefault(what, []).append(len(signals.others if ranks is None else ranks))
+    def counting(signals: Any, what: int, count: int, ranks: tuple[int, ...]) -> None:
+        counts.setdefault(now, {}).setdefault(what, []).append(len(ranks))
         wait(signals, what, count, ranks)
-
-    def forward() -> Tensor:
-        options = dict(mask=make_mask(case.mask), layout=layout, mesh=here, transport=case.transport, backend=case.backend)
-        return context_attention(q, k, v, **options)
 
     with case.installed(), installed():
         shared_memory.Signals.wait = counting
         try:
-            now = "forward"
-            out = forward()
-            now = "backward"
-            out.sum().backward()
+            for before in ("first ", ""):
+                now = f"{before}forward"
+                options = dict(mask=make_mask(case.mask), transport=case.transport, backend=case.backend)
+                out = context_attention(q, k, v, layout=layout, mesh=here, **options)
+                now = f"{before}backward"
+                out.sum().backward()
         finally:
             shared_memory.Signals.wait = wait
     return counts

@@ -56,16 +56,15 @@ class Signals:
         handle = rendezvous(counts, group)
         self.all = [handle.get_buffer(rank, tuple(self.mine.shape), torch.int64) for rank in range(group.size())]
         self.rank = group.rank()
-        self.others = [rank for rank in range(group.size()) if rank != self.rank]
 
-    def tell(self, what: int, count: int) -> None:
-        for rank in self.others:
+    def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
             assert count > self.all[rank][what, self.rank], "a count only grows"
             self.all[rank][what, self.rank] = count
 
-    def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
+    def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
         begun = time.monotonic()
-        for rank in self.others if ranks is None else ranks:
+        for rank in ranks:
             assert rank != self.rank
             while self.mine[what, rank] < count:
                 assert time.monotonic() - begun < 60, f"signal {what} of rank {rank} never came to {count}"

@@ -119,17 +119,16 @@ def installed(machine: Machine) -> Iterator[None]:
         def __init__(self, group: Any, device: torch.device) -> None:
             self.rank = machine.current[0]
             self.which, machine.lanes[self.rank] = machine.lanes[self.rank], machine.lanes[self.rank] + 1
-            self.others = [rank for rank in range(machine.ranks) if rank != self.rank]
 
-        def tell(self, what: int, count: int) -> None:
+        def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
             def run() -> None:
-                for other in self.others:
+                for other in ranks:
                     machine.told[self.which, what, self.rank, other] = count
 
             machine.give(run)
 
-        def wait(self, what: int, count: int, ranks: Iterable[int] | None = None) -> None:
-            whose = [(self.which, what, other, self.rank) for other in (self.others if ranks is None else ranks)]
+        def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
+            whose = [(self.which, what, other, self.rank) for other in ranks]
             machine.give(lambda: None, lambda: all(machine.told[key] >= count for key in whose))
 
     def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
