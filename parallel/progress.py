@@ -5,15 +5,15 @@
 
 On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
 waits on the host: a thread watches an event behind each op and prints the words when nothing has moved for that long. Then
-NCCL's own watchdog ends the process; where ranks pull, nobody else watches, and the thread makes the device fail.
+NCCL's own watchdog ends the process; where ranks pull nobody else watches, and the thread ends it.
 """
 
+import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,31 +105,32 @@ class _Watch:
     def _look(self, device: int) -> None:
         torch.cuda.set_device(device)  # a thread begins on GPU 0, and would open a context there
         moved = time.monotonic()
+        told: torch.cuda.Event | None = None
         while True:
             time.sleep(1)
-            with suppress(RuntimeError):  # a CUDA error is for the main thread to raise
+            try:
                 while self.expected and self.expected[0].event.query():
                     self.expected.popleft()
                     moved = time.monotonic()
-            if self.expected:
-                oldest = self.expected[0]
-                if time.monotonic() - max(moved, oldest.since) > 0.9 * oldest.seconds:  # before others end the process
-                    print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
-                    if oldest.end:
-                        _fail()
-                    self.expected.clear()
-
-
-def _fail() -> None:
-    """Makes the device raise an error in whoever waits for it, as an order that waits for others never would."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch._assert_async(torch.zeros((), dtype=torch.bool, device="cuda"))
+            except RuntimeError:  # a CUDA error is for the main thread to raise
+                self.expected.clear()
+            if not self.expected:
+                continue
+            oldest = self.expected[0]
+            waiting = time.monotonic() - max(moved, oldest.since)
+            if waiting > 0.9 * oldest.seconds and told is not oldest.event:  # before others end the process
+                print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
+                told = oldest.event
+            if waiting > oldest.seconds and oldest.end:
+                # The main thread may wait for the device for ever, and no error would reach it there.
+                sys.stdout.flush()
+                os._exit(1)
 
 
 _watch = _Watch()
 
 
 def expect(what: str, seconds: float, end: bool = False) -> None:
-    """On a GPU: says so if the current stream does not get past this point in time, and may end it."""
+    """On a GPU: says so if the current stream does not get past this point in time, and on request ends the process."""
     _here.hop = ""  # the host is through with all of them
     _watch.expect(waited(what, seconds), seconds, end)

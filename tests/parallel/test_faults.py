@@ -1,6 +1,8 @@
 """What goes wrong says so: arguments that differ between ranks, ranks that die, ranks that stall."""
 
 import functools
+import subprocess
+import sys
 import time
 
 import pytest
@@ -126,6 +128,22 @@ def test_a_rank_that_stalls_between_forward_and_backward() -> None:
     for rank in (0, 2):
         error = failed.value.errors[rank]
         assert error and f"rank {rank} waited for" in error and "ring backward (call" in error and "rank 1" in error, error
+
+
+def test_a_device_that_stands_still() -> None:
+    words = "rank 0 waited for ranks 1, 2 in training step 7, ring backward (call 1); the time limit is 1 s"
+    cases = [
+        (["stands", "end"], 1, [words]),
+        (["stands"], 0, [words]),  # NCCL's watchdog ends the process
+        (["moves", "end"], 0, []),
+        (["fails", "end"], 0, []),  # which the main thread hears of
+    ]
+    command, pipe = [sys.executable, "-m", "tests.parallel.watched"], subprocess.PIPE
+    started = [subprocess.Popen([*command, *given], stdout=pipe, stderr=pipe, text=True) for given, _, _ in cases]
+    for process, (given, code, expected) in zip(started, cases, strict=True):
+        out, said = process.communicate(timeout=60)
+        assert process.returncode == code and out == "in a buffer", (given, said)
+        assert [line for line in said.splitlines() if "ringspan: " in line] == [f"ringspan: {text}" for text in expected]
 
 
 class _Gone:
