@@ -10,7 +10,6 @@ streams share a queue of the device. A wait has no limit of its own: `progress` 
 
 import ctypes
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 # What a signal counts: how often a rank has …
 SHOWN, READ, GIVEN, TAKEN = range(4)  # shown K/V, read all it wants of them; given gradients, taken those for its rows
-AT_LEAST = 0  # how a wait compares
+WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
 
 
 class Signals:
@@ -32,32 +31,53 @@ class Signals:
         torch.cuda.synchronize(device)  # before others write into it
         self.memory = memory, symmetric_memory.rendezvous(memory, group)  # kept, as addresses are all that is used of it
         begins = [self.memory[1].get_buffer(rank, size, torch.int32).data_ptr() for rank in range(group.size())]
+        self.orders: dict[tuple[int, int, tuple[int, ...]], Any] = {}  # that were given before
         # where this rank's signals stand in the others' memory, and theirs in its own
         self.there = [[begin + 4 * (what * len(begins) + self.rank) for begin in begins] for what in range(4)]
         self.here = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
 
-    def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
+    def tell(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
         """These ranks, once all is done that the current stream has been given so far."""
-        stream, write = torch._C._cuda_getCurrentRawStream(self.device.index), _driver("cuStreamWriteValue32_v2")
-        for rank in ranks:
-            write(stream, self.there[what][rank], count, 0)
+        self._order(WRITE, what, count, ranks)
 
-    def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
+    def wait(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
         """Until these ranks have told as much: what the current stream is given next is done then."""
-        stream, until = torch._C._cuda_getCurrentRawStream(self.device.index), _driver("cuStreamWaitValue32_v2")
-        for rank in ranks:
-            until(stream, self.here[what][rank], count, AT_LEAST)
+        self._order(WAIT, what, count, ranks)
+
+    def _order(self, operation: int, what: int, count: int, ranks: tuple[int, ...]) -> None:
+        """One for all ranks: the driver takes longer for a call than for what it says."""
+        if not ranks:
+            return
+        key = operation, what, ranks
+        if key not in self.orders:
+            where = (self.there if operation == WRITE else self.here)[what]
+            self.orders[key] = (_Order * len(ranks))(*(_Order(operation=operation, address=where[rank]) for rank in ranks))
+        orders = self.orders[key]
+        for order in orders:
+            order.count = count
+        status = _driver()(torch._C._cuda_getCurrentRawStream(self.device.index), len(orders), orders, 0)
+        if status != 0:
+            raise RuntimeError(
+                f"cuStreamBatchMemOp failed with CUDA's error {status}: use transport='p2p', which needs no signals"
+            )
+
+
+class _Order(ctypes.Structure):
+    """CUstreamBatchMemOpParams for one number. Flags of 0: a wait until it is at least so large, a write behind a fence."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
 
 
 @functools.cache
-def _driver(name: str) -> Any:
-    """A function of CUDA's driver: (stream, address, number, flags)."""
-    call = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    call.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-    call.errcheck = functools.partial(_check, name)
+def _driver() -> Any:
+    """cuStreamBatchMemOp of CUDA's driver: (stream, how many, which, flags)."""
+    call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    call.argtypes = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return call
-
-
-def _check(name: str, status: int, *_: Any) -> None:
-    if status != 0:
-        raise RuntimeError(f"{name} failed with CUDA's error {status}: use transport='p2p', which needs no signals")

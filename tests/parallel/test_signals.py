@@ -1,0 +1,68 @@
+"""Signals write into and wait for the right places of memory, as the driver is told to."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel import signals
+from parallel.signals import GIVEN, READ, WAIT, WRITE, Signals
+
+RANKS = 3
+
+
+class Missing(Exception):
+    """A wait that would not end."""
+
+
+@pytest.fixture
+def everyone(monkeypatch: pytest.MonkeyPatch) -> list[Signals]:
+    """Each rank's signals, with a driver that does at once what it is told."""
+    memory = [torch.full((4, RANKS), -1, dtype=torch.int32) for _ in range(RANKS)]
+    handle = SimpleNamespace(get_buffer=lambda rank, size, dtype: memory[rank].view(size))
+    made = iter(memory)
+    fake = SimpleNamespace(empty=lambda size, dtype, device: next(made), rendezvous=lambda mine, group: handle)
+
+    def driver(stream: int, count: int, orders: ctypes.Array, flags: int) -> int:
+        assert (stream, count, flags) == (5, len(orders), 0) and ctypes.sizeof(orders) == 48 * count
+        for order in orders:
+            there = ctypes.c_int32.from_address(order.address)
+            assert (order.flags, order.alias) == (0, 0)
+            if order.operation == WRITE:
+                there.value = order.count
+            elif order.operation == WAIT and there.value < order.count:
+                raise Missing
+        return 0
+
+    monkeypatch.setattr(signals, "symmetric_memory", fake)
+    monkeypatch.setattr(signals, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    return [
+        Signals(SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: RANKS), torch.device("cuda", 0)) for rank in range(3)
+    ]
+
+
+def test_who_was_told_need_not_wait(everyone: list[Signals]) -> None:
+    for count in (1, 2):
+        everyone[0].tell(GIVEN, count, (1, 2))
+        everyone[1].wait(GIVEN, count, (0,))
+        everyone[2].wait(GIVEN, count, (0,))
+        everyone[2].wait(GIVEN, count - 1, (0,))
+
+
+def test_nobody_else_is_told(everyone: list[Signals]) -> None:
+    for one in everyone:
+        one.wait(GIVEN, 0, tuple(rank for rank in range(RANKS) if rank != one.rank))  # all begin with 0
+    everyone[0].tell(GIVEN, 3, (1,))
+    for waiting, what, count, ranks in ((2, GIVEN, 1, (0,)), (1, READ, 1, (0,)), (1, GIVEN, 4, (0,)), (1, GIVEN, 3, (0, 2))):
+        with pytest.raises(Missing):
+            everyone[waiting].wait(what, count, ranks)
+    everyone[1].wait(GIVEN, 9, ())
+
+
+def test_what_the_driver_refuses_is_an_error(everyone: list[Signals], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_driver", lambda: lambda *_: 801)
+    with pytest.raises(RuntimeError, match=r"error 801: use transport='p2p'"):
+        everyone[0].tell(GIVEN, 1, (1,))
