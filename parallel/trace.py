@@ -16,15 +16,13 @@ from kernels.plots import pyplot
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
 # What a profiler calls it, in small letters. "dtod" is a copy out of another GPU's symmetric memory, and one within a GPU too:
 # only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
-TRANSFERS, WITHIN_RING, WAIT = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p"), "memcpy dtod", "barrier_kernel"
+TRANSFERS, WITHIN_RING = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p"), "memcpy dtod"
 
 
-def between_ranks(name: str, in_ring: bool) -> str | None:
-    """Whether what bears this name is a "transfer", a "wait" for other ranks, or nothing between ranks."""
+def is_transfer(name: str, in_ring: bool) -> bool:
+    """Whether what bears this name moves something between ranks."""
     name = name.lower()
-    if WAIT in name:  # first, for c10d has it
-        return "wait"
-    return "transfer" if any(word in name for word in TRANSFERS) or (in_ring and WITHIN_RING in name) else None
+    return any(word in name for word in TRANSFERS) or (in_ring and WITHIN_RING in name)
 
 
 def trace(make: Any, setting: Any, place: Any, path: Path, title: str) -> list[list[Span]]:
@@ -67,10 +65,9 @@ def _spans(profiler: profile, cuda: bool) -> list[Span]:
 
 def _kind(name: str, cuda: bool) -> str | None:
     if cuda:
-        what = between_ranks(name, in_ring=True)
-        if what == "transfer" and not name.startswith("nccl:"):  # which is a bracket around the kernel that is there too
-            return what
-        return None if what or name.startswith(("Memset", "Memcpy")) else "compute"
+        if is_transfer(name, in_ring=True):
+            return None if name.startswith("nccl:") else "transfer"  # the former brackets the kernel that is there too
+        return None if name.startswith(("Memset", "Memcpy")) else "compute"
     if name.startswith("gloo:"):
         return "transfer"
     return "compute" if name in ("aten::bmm", "aten::exp") else None

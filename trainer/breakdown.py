@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from parallel.trace import between_ranks
+from parallel.trace import is_transfer
 
 ATTENTION, RING = "ringspan::attention_", "ringspan::ring_"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation", "mkldnn::_linear_pointwise")
@@ -95,7 +95,7 @@ def _operator(name: str) -> str:
 
 
 def _kind(name: str, operator: str) -> str:
-    if between_ranks(name, in_ring=operator == "ring"):
+    if is_transfer(name, in_ring=operator == "ring"):
         return "communication"
     return "attention" if operator == "ring" else operator
 

@@ -8,7 +8,7 @@ import pytest
 
 from parallel import bench, peers
 from parallel.peers import Setting
-from parallel.trace import between_ranks
+from parallel.trace import is_transfer
 
 from ..docs.test_tables import tables
 from . import jobs
@@ -107,16 +107,16 @@ def test_alone_costs_as_much_as_a_rank_s_share() -> None:
 @pytest.mark.parametrize(
     "name, inside, outside",
     [
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "transfer", "transfer"),
-        ("Memcpy PtoP (Device -> Device)", "transfer", "transfer"),
-        ("Memcpy DtoD (Device -> Device)", "transfer", None),
-        ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "wait", "wait"),
-        ("Memcpy HtoD (Pinned -> Device)", None, None),
-        ("_backward_kernel", None, None),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", True, True),
+        ("Memcpy PtoP (Device -> Device)", True, True),
+        ("Memcpy DtoD (Device -> Device)", True, False),
+        ("void c10d::symmetric_memory::all_reduce_kernel(float*)", True, True),
+        ("Memcpy HtoD (Pinned -> Device)", False, False),
+        ("_backward_kernel", False, False),
     ],
 )
-def test_names_of_what_is_between_ranks(name: str, inside: str | None, outside: str | None) -> None:
-    assert (between_ranks(name, in_ring=True), between_ranks(name, in_ring=False)) == (inside, outside)
+def test_names_of_transfers(name: str, inside: bool, outside: bool) -> None:
+    assert (is_transfer(name, in_ring=True), is_transfer(name, in_ring=False)) == (inside, outside)
 
 
 def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
