@@ -8,11 +8,18 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # another worker has the other cores
 ON_HOPPER = pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs an sm_90 GPU")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where pytest has workers, any takes tests of kernels; all others, whose ranks need the machine, go to one after that."""
     for item in items:
+        if "kernels" not in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.path.stem == "test_ahead":
+            item.add_marker(pytest.mark.xdist_group("compiled once"))
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
