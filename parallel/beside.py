@@ -22,10 +22,11 @@ Transfer = Callable[[], object]  # makes the current stream, or on the CPU the c
 
 
 class Beside:
-    """Made, followed and left again on one and the same stream."""
+    """Made, followed and left again on one and the same stream, of the current device."""
 
     def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
         self.stream: torch.cuda.Stream | None = None
+        self.caller: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.caller = torch.cuda.current_stream(device)
             key = self.caller, use
@@ -34,24 +35,32 @@ class Beside:
             self.stream = _streams[key]
 
     def follow(self) -> None:
-        if self.stream is not None:
+        if self.stream is not None and self.caller is not None:
             self.stream.wait_stream(self.caller)
 
     def run(self) -> AbstractContextManager[object]:
-        if self.stream is None:
-            return nullcontext()
-        if torch.cuda.current_device() != self.stream.device_index:
-            return torch.cuda.stream(self.stream)
-        return _There(self.stream, self.caller)
+        return nullcontext() if self.stream is None or self.caller is None else _There(self.stream, self.caller)
+
+    def behind(self, other: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+        """The stream that it was made on, which from now on comes behind what another one was given."""
+        if other is not None and self.caller is not None and other != self.caller:
+            self.caller.wait_stream(other)
+        return self.caller
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind what it was given so far."""
+        return None if self.stream is None else self.stream.record_event()
 
     def done(self) -> Transfer:
-        if self.stream is None:
-            return lambda: None
-        return self.stream.record_event().wait
+        return waiting_for(self.mark())
+
+
+def waiting_for(event: torch.cuda.Event | None) -> Transfer:
+    return (lambda: None) if event is None else event.wait
 
 
 class _There:
-    """torch.cuda.stream on the current device, without asking at length where we are."""
+    """torch.cuda.stream, without asking at length where we are."""
 
     def __init__(self, there: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
         self.there, self.back = there, back
@@ -61,3 +70,9 @@ class _There:
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.back)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Streams, events and signals are the current device's, which need not be the tensors'."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else nullcontext()

@@ -22,6 +22,7 @@ from kernels.mask import Bounds
 
 from . import progress
 from .agree import agree, refuse
+from .beside import on_device
 from .groups import Pair, by_name, pair_of
 from .lanes import num_lanes
 from .layout import Layout
@@ -188,9 +189,15 @@ class Call:
             self.movers = [Alone(make_plan(layout, known, n.rank))]
             self.pair, self.pulls = None, False
 
-    def watch(self) -> None:
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, error: type | None, *_: Any) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
-        if self.pair is not None and self.on_gpu:
+        if error is not None:
+            for mover in self.movers:
+                mover.abandon()
+        elif self.pair is not None and self.on_gpu:
             others = ", ".join(str(rank) for rank in self.pair.ranks if rank != self.pair.ranks[self.pair.group.rank()])
             progress.expect(f"ranks {others}", self.pair.seconds, end=self.pulls)
 
@@ -213,11 +220,9 @@ def forward_op(
     names: str,  # backend, layout, transport, the ring's group, and that of all ranks of the sequence
 ) -> tuple[Tensor, Tensor]:
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    call = Call("ring forward", q, k, v, *given)
-    start = None if sinks is None else sink_carry(sinks, q)[1]
-    out, lse = ring_forward(q, k, v, call.mask, call.movers, start, **call.options)
-    call.watch()
-    return out, lse
+    with on_device(q.device), Call("ring forward", q, k, v, *given) as call:
+        start = None if sinks is None else sink_carry(sinks, q)[1]
+        return ring_forward(q, k, v, call.mask, call.movers, start, **call.options)
 
 
 @derivative("ring_backward")
@@ -242,9 +247,8 @@ def backward_op(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    call = Call("ring backward", q, k, v, *given)
-    dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.movers, **call.options)
-    call.watch()
+    with on_device(q.device), Call("ring backward", q, k, v, *given) as call:
+        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.movers, **call.options)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +81,6 @@ class _Expected(NamedTuple):
     event: torch.cuda.Event
     text: str
     seconds: float
-    since: float
     end: bool
 
 
@@ -91,12 +91,8 @@ class _Watch:
         self.expected: deque[_Expected] = deque()
         self.thread: threading.Thread | None = None
 
-    def expect(self, text: str, seconds: float, end: bool) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # a graph's events cannot be asked
-        event = torch.cuda.Event()
-        event.record()
-        self.expected.append(_Expected(event, text, seconds, time.monotonic(), end))
+    def expect(self, expected: _Expected) -> None:
+        self.expected.append(expected)
         if self.thread is None:
             device = torch.cuda.current_device()
             self.thread = threading.Thread(target=self._look, args=(device,), name="ringspan-progress", daemon=True)
@@ -104,33 +100,46 @@ class _Watch:
 
     def _look(self, device: int) -> None:
         torch.cuda.set_device(device)  # a thread begins on GPU 0, and would open a context there
-        moved = time.monotonic()
+        still, before = 0.0, time.monotonic()  # for how long nothing has moved; while all processes are paused nothing counts
         told: torch.cuda.Event | None = None
         while True:
             time.sleep(1)
+            now = time.monotonic()
+            still += min(now - before, 2.0)
+            before = now
             try:
                 while self.expected and self.expected[0].event.query():
                     self.expected.popleft()
-                    moved = time.monotonic()
+                    still = 0.0
             except RuntimeError:  # a CUDA error is for the main thread to raise
                 self.expected.clear()
             if not self.expected:
+                still = 0.0
                 continue
             oldest = self.expected[0]
-            waiting = time.monotonic() - max(moved, oldest.since)
-            if waiting > 0.9 * oldest.seconds and told is not oldest.event:  # before others end the process
-                print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
+            if still > 0.9 * oldest.seconds and told is not oldest.event:  # before others end the process
                 told = oldest.event
-            if waiting > oldest.seconds and oldest.end:
-                # The main thread may wait for the device for ever, and no error would reach it there.
-                sys.stdout.flush()
+                with suppress(Exception):
+                    print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
+            if still > oldest.seconds and oldest.end:
+                # The main thread may wait for the device for ever, and no error would reach it there. It may also hold the
+                # lock of what it writes to.
+                last_words = threading.Thread(target=sys.stdout.flush, daemon=True)
+                with suppress(Exception):
+                    last_words.start()
+                    last_words.join(1)
                 os._exit(1)
 
 
 _watch = _Watch()
 
 
-def expect(what: str, seconds: float, end: bool = False) -> None:
-    """On a GPU: says so if the current stream does not get past this point in time, and on request ends the process."""
-    _here.hop = ""  # the host is through with all of them
-    _watch.expect(waited(what, seconds), seconds, end)
+def expect(what: str, seconds: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:
+    """On a GPU: says so if this event, or what the current stream was given, takes too long; may end the process."""
+    if torch.cuda.is_current_stream_capturing():
+        return  # a graph's events cannot be asked
+    if event is None:
+        _here.hop = ""  # the host is through with all of them
+        event = torch.cuda.Event()
+        event.record()
+    _watch.expect(_Expected(event, waited(what, seconds), seconds, end))

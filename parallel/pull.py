@@ -1,14 +1,15 @@
 """The mover for GPUs of one host: copy engines pull rows out of the owner's symmetric memory.
 
 No SM works for a transfer, and no rank has to send. That rows are there, and that nobody overwrites what another still reads,
-is what signals are for (`signals`). Kernels wait for none but those that are long past:
+is what signals are for (`signals`):
 
     publish      all have read the K/V shown before · copy K and V in · tell: shown
     fetch        the owners have shown theirs · pull the rows of a step · behind the last step, tell: read
-    part         all have taken what stood there: it was given two steps ago
+    part         all have taken what stood there, which was given earlier
     give         tell: given · the readers of my rows have given theirs · pull · tell: taken
 
-All that others may be late for is done on streams beside the kernels'. No multicast (multimem) is used anywhere.
+Shown and given are waited for on streams beside the kernels', which themselves wait for read and taken only: these are past
+but where another rank is a step behind. No multicast (multimem) is used anywhere.
 """
 
 import math
@@ -22,11 +23,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from .beside import Beside, Transfer
+from .beside import Beside, Transfer, waiting_for
 from .groups import Pair
 from .mover import Mover, slots
 from .packed import Rows, by_rows
 from .plan import Piece, Plan
+from .progress import expect
 from .signals import GIVEN, READ, SHOWN, TAKEN, Signals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -41,10 +43,12 @@ class Shown:
         self.signals = Signals(group, device)
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
-        # The same on every rank: how often K/V were shown and gradients given. Who read the last K/V, and for each of two
-        # parts when gradients were last given out of it, and to whom.
+        # The same on every rank: how often K/V were shown and gradients given. Who reads the last K/V, and whose this rank has
+        # not been through with; for each of two parts when gradients were last given out of it, and to whom.
         self.shown = self.given = 0
         self.readers: tuple[int, ...] = ()
+        self.unread: tuple[int, ...] = ()
+        self.caller: torch.cuda.Stream | None = None  # whose call was the last
         self.given_out_of: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
 
     def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
@@ -84,7 +88,7 @@ class Pull(Mover):
             raise ValueError(
                 "a CUDA graph would repeat the counts by which ranks wait for each other: use transport='p2p' in it"
             )
-        self.device, self.rank = device, pair.group.rank()
+        self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
         self.shown = shown_by(pair.group, lane, device)
         self.begins = 0, 0  # of K and V in what is published, in elements
 
@@ -98,31 +102,37 @@ class Pull(Mover):
 
     def publish(self, k: Tensor, v: Tensor) -> None:
         shown, signals, rows = self.shown, self.shown.signals, (by_rows(k), by_rows(v))
+        shown.caller = self.copies.behind(shown.caller)
+        if shown.unread:  # the call before ended with an error
+            with self.copies.run():
+                signals.tell(READ, shown.shown, shown.unread)
         shown.make_room("kv", k.nbytes + v.nbytes, self.device)
         self.begins = 0, k.numel()
         # not beside the kernels: a copy within a GPU needs SMs, and behind a kernel that has all of them it would come late
         signals.wait(READ, shown.shown, shown.readers)
-        copy([shown.rows("kv", self.rank, 0, x.shape, x.dtype, at) for at, x in zip(self.begins, rows, strict=True)], rows)
+        copy((shown.rows("kv", self.rank, 0, x.shape, x.dtype, at) for at, x in zip(self.begins, rows, strict=True)), rows)
         shown.shown += 1
         shown.readers = ranks_of(piece for pieces in self.plan.gives for piece in pieces)
+        shown.unread = ranks_of(piece for step in self.plan.steps[1:] for piece in step.pieces)
         self.copies.follow()
         with self.copies.run():
             signals.tell(SHOWN, shown.shown, shown.readers)
 
     def fetch(self, index: int, into: Rows) -> Transfer:
         shown, signals, step = self.shown, self.shown.signals, self.plan.steps[index]
-        places, sources = [], []
+        places, sources, owners = [], [], ranks_of(step.pieces)
         for piece, rows in zip(step.pieces, slots(step.pieces, into), strict=True):
             for begin, place in zip(self.begins, rows, strict=True):
                 places.append(place)
                 sources.append(shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
         self.copies.follow()  # what the places held is used up
         with self.copies.run():
-            signals.wait(SHOWN, shown.shown, ranks_of(step.pieces))
+            signals.wait(SHOWN, shown.shown, owners)
             copy(places, sources)
             if index + 1 == len(self.plan.steps):
-                signals.tell(READ, shown.shown, ranks_of(piece for step in self.plan.steps[1:] for piece in step.pieces))
-        return self.copies.done()
+                signals.tell(READ, shown.shown, shown.unread)
+                shown.unread = ()
+        return self._watched(self.copies, "K/V", owners, index)
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         use, shape = f"part {which}", like.shape[1:]
@@ -134,17 +144,29 @@ class Pull(Mover):
         # nothing is sent: each owner takes its rows out of its readers' parts
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
-        shown.given += 1
-        shown.given_out_of[which] = shown.given, owners
         places = [place for (place,) in slots(pieces, (into,))]
         sources = [shown.rows(f"part {which}", p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
+        shown.given += 1
+        shown.given_out_of[which] = shown.given, owners
         self.home.follow()
         with self.home.run():
             signals.tell(GIVEN, shown.given, owners)
             signals.wait(GIVEN, shown.given, readers)
             copy(places, sources)
             signals.tell(TAKEN, shown.given, readers)
-        return self.home.done()
+        return self._watched(self.home, "dK/dV", readers, index)
+
+    def abandon(self) -> None:
+        for beside in (self.copies, self.home):
+            beside.done()()
+
+    def _watched(self, beside: Beside, what: str, ranks: tuple[int, ...], index: int) -> Transfer:
+        """A signal that never comes would hold up whatever the host waits for next, which need not be the end of this call."""
+        event = beside.mark()
+        if event is not None and ranks:
+            names = ", ".join(str(self.ranks[rank]) for rank in ranks)
+            expect(f"{what} of rank {names} for hop {index} of {len(self.plan.steps) - 1}", self.seconds, end=True, event=event)
+        return waiting_for(event)
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
@@ -153,7 +175,18 @@ def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
 
 def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for place, source in zip(places, sources, strict=True):
-        place.copy_(source, non_blocking=True)  # both contiguous, so a plain copy: no kernel
+        if not source.is_contiguous():  # a lane's heads, which a kernel copies; elsewhere copy engines do
+            place, source = in_large(place, source)
+        place.copy_(source, non_blocking=True)
+
+
+def in_large(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory as numbers of 16 bytes, if it is that everywhere: number by number small ones take long."""
+    for x in tensors:
+        begins = (x.storage_offset(), *x.stride()[:-1], x.shape[-1])
+        if x.stride(-1) != 1 or any(n * x.itemsize % 16 for n in begins):
+            return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
 
 
 def settle(device: torch.device) -> None:
@@ -162,4 +195,4 @@ def settle(device: torch.device) -> None:
 
 def pooled_bytes() -> int:
     """Symmetric memory of this process, which torch's allocator does not count."""
-    return sum(memory.nbytes for shown in _shown.values() for memory, _ in shown.memory.values())
+    return sum(memory.nbytes for shown in _shown.values() for memory, _ in [*shown.memory.values(), shown.signals.memory])

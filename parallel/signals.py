@@ -19,6 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 # What a signal counts: how often a rank has …
 SHOWN, READ, GIVEN, TAKEN = range(4)  # shown K/V, read all it wants of them; given gradients, taken those for its rows
 WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
+NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
 
 
 class Signals:
@@ -26,6 +27,7 @@ class Signals:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.rank = device, group.rank()
+        _driver()  # an error now, before anybody counts, and not later on one rank
         size = 4, group.size()
         memory = symmetric_memory.empty(size, dtype=torch.int32, device=device).zero_()
         torch.cuda.synchronize(device)  # before others write into it

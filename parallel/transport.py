@@ -48,7 +48,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
     "one host": ((None, "pull", "pull"),),
     "many hosts": ((None, "p2p", "p2p"),),
-    "AMD": ((None, "p2p", "p2p"),),  # where nobody has tried to pull
+    "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts, in each lane
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
@@ -59,8 +59,10 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
     place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
-    if name in PULLED and place != "one host":
-        needs = "needs CUDA" if place == "cpu" else "needs all ranks on one host, and GPUs that reach each other's memory"
+    if name in PULLED and (place != "one host" or torch.version.hip):
+        on_amd = place != "cpu" and torch.version.hip
+        needs = "needs all ranks on one host, and GPUs that reach each other's memory"
+        needs = "needs CUDA" if place == "cpu" or on_amd else needs
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
         place = "AMD" if torch.version.hip and place != "cpu" else place

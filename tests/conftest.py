@@ -13,8 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ON_HOPPER = pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs an sm_90 GPU")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where pytest has workers, any takes tests of kernels; all others, whose ranks need the machine, go to one after that."""
+    items.sort(key=lambda item: "kernels" not in item.path.parts)
     for item in items:
         if "kernels" not in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("ranks"))

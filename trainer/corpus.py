@@ -115,11 +115,10 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
     if source.kind == "text" and not source.paths:
         raise ValueError("paths is empty: a source of kind text needs files, folders or glob patterns")
     files = stdlib_files() if source.kind == "stdlib" else text_files(source.paths)
-    key = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
     folder = _cached(
         cache,
-        ["text", tokenizer.fingerprint, source.text_key, key],
+        ["text", tokenizer.fingerprint, source.text_key, _as_they_are(files)],
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
     )
     return Stream([np.memmap(folder / "tokens.bin", dtype, "r")], np.load(folder / "ends.npy", mmap_mode="r"))
@@ -215,9 +214,14 @@ def _token_shards(source: Source, vocabulary: int, cache: str) -> Stream:
             )
         np.save(folder / "ends.npy", np.concatenate(found))
 
-    key = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    folder = _cached(cache, ["tokens", source.dtype, source.header, source.end_token, vocabulary, key], index)
+    folder = _cached(cache, ["tokens", source.dtype, source.header, source.end_token, vocabulary, _as_they_are(files)], index)
     return Stream(shards, np.load(folder / "ends.npy", mmap_mode="r"))
+
+
+def _as_they_are(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What tells that a file is another one now; there may be thousands, and every rank of every start looks."""
+    found = [(os.path.abspath(file), os.stat(file)) for file in files]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 def _cached(cache: str, key: list, make: Callable[[Path], None]) -> Path:

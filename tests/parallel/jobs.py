@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring_attention
+from parallel import Layout, Mesh, agree, bench, context_attention, plan, progress, ring, ring_attention
 from parallel import groups as groups_of
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
@@ -284,11 +284,32 @@ def pull_in_haste(case: Case) -> float:
         for seed in range(4):
             given = inputs(case, seed)
             worst = max(worst, *differences(shared(case, given), shard_of(case, single(case, given))).values())
-        for seed in range(4):  # a forward alone, as in evaluation, has no other barriers behind it
+        for seed in range(4):  # a forward alone, as in evaluation
             q, k, v = (inputs(case, seed)[name] for name in "qkv")
             mine = (layout.shard(x, 1, rank) for x in (q, k, v))
             out = context_attention(*mine, layout=layout, mesh=here, transport=case.transport, **options)
             worst = max(worst, float((out - layout.shard(attention(q, k, v, **options), 1, rank)).abs().max()))
+    return worst
+
+
+def pull_after_an_error(case: Case) -> float:
+    """Calls that end with an error on every rank, a forward and a backward, and then others."""
+    given, worst = inputs(case, 0), 0.0
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise MemoryError("all ranks alike")
+
+    with installed(slow=1):
+        for name in ("block_forward", "block_backward"):
+            real = getattr(ring, name)
+            setattr(ring, name, failing)
+            with contextlib.suppress(MemoryError):
+                shared(case, given)
+                raise AssertionError("no error")
+            setattr(ring, name, real)
+            for seed in (1, 2):
+                given = inputs(case, seed)
+                worst = max(worst, *differences(shared(case, given), shard_of(case, single(case, given))).values())
     return worst
 
 

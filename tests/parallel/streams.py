@@ -88,21 +88,31 @@ def installed(machine: Machine) -> Iterator[None]:
 
     class Beside:
         def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
-            rank, beside = machine.current
-            self.stream = rank, f"{use} beside {beside}"
+            self.caller = machine.current
+            self.stream = self.caller[0], f"{use} beside {self.caller[1]}"
 
         def follow(self) -> None:
-            machine.wait(self.stream, machine.record(machine.current))
+            assert machine.current == self.caller
+            machine.wait(self.stream, machine.record(self.caller))
 
         @contextmanager
         def run(self) -> Iterator[None]:
-            before, machine.current = machine.current, self.stream
+            assert machine.current == self.caller
+            machine.current = self.stream
             yield
-            machine.current = before
+            machine.current = self.caller
+
+        def behind(self, other: Stream | None) -> Stream:
+            if other is not None and other != self.caller:
+                machine.wait(self.caller, machine.record(other))
+            return self.caller
+
+        def mark(self) -> SimpleNamespace:
+            event = machine.record(self.stream)
+            return SimpleNamespace(wait=lambda: machine.wait(machine.current, event))
 
         def done(self) -> Callable[[], None]:
-            event = machine.record(self.stream)
-            return lambda: machine.wait(machine.current, event)
+            return self.mark().wait
 
     def rendezvous(memory: Tensor, group: Any) -> SimpleNamespace:
         rank = machine.current[0]
@@ -142,7 +152,7 @@ def installed(machine: Machine) -> Iterator[None]:
     fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (lanes, pull, ring, transport)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
-    fakes += [(pull, "Signals", Signals)]
+    fakes += [(pull, "Signals", Signals), (pull, "expect", lambda *_, **__: None)]
     fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
     saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
     for module, name, fake in fakes:

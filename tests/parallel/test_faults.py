@@ -136,6 +136,7 @@ def test_a_device_that_stands_still() -> None:
         (["stands", "end"], 1, [words]),
         (["stands"], 0, [words]),  # NCCL's watchdog ends the process
         (["moves", "end"], 0, []),
+        (["is slow", "end"], 0, []),  # each passes in time
         (["fails", "end"], 0, []),  # which the main thread hears of
     ]
     command, pipe = [sys.executable, "-m", "tests.parallel.watched"], subprocess.PIPE

@@ -9,6 +9,7 @@ import torch
 from parallel import Layout
 from parallel.lanes import LEAST, num_lanes
 from parallel.packed import unpack
+from parallel.pull import copy, in_large
 from parallel.ring import halves
 from parallel.signals import GIVEN, READ, SHOWN, TAKEN
 from parallel.transport import Homeward
@@ -79,7 +80,7 @@ def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None
 )
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
-    """The copy engines' transport over memory that processes share: who reads what, where, and behind which barrier."""
+    """The copy engines' transport over memory that processes share: who reads what, where, and behind which signal."""
     if kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
     for case in cases(kind, ring, ulysses):
@@ -94,11 +95,27 @@ def test_pulling_from_ranks_that_are_ahead(transport: str, pools) -> None:
     assert max(pools(3)(jobs.pull_in_haste, case)) <= EXACT
 
 
+@pytest.mark.parametrize("transport", ["pull", "pull_all"])
+def test_pulling_goes_on_after_an_error(transport: str, pools) -> None:
+    case = Case("error", ring=3, transport=transport, mask=dict(causal=True))
+    assert max(pools(3)(jobs.pull_after_an_error, case)) <= EXACT
+
+
 def test_a_block_waits_for_its_owner_alone(pools) -> None:
     """Its gradients for their owner; and who writes again for those who read what stood there."""
     for counts in pools(3)(jobs.waits, Case("waits", ring=3, transport="pull", mask=dict(causal=True))):
         assert counts["forward"] == {READ: [2], SHOWN: [1, 1]}
         assert counts["backward"] == {READ: [2], SHOWN: [1, 1], TAKEN: [1, 1], GIVEN: [1, 1]}
+
+
+@pytest.mark.parametrize("width, begin, large", [(16, 0, True), (24, 0, True), (20, 0, False), (16, 2, False)])
+def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) -> None:
+    """Where they begin and end at multiples of 16 bytes."""
+    heads = torch.randn(5, 1, 4, width + begin).bfloat16()[:, :, 1:3, begin:]
+    place = torch.full(heads.shape, torch.nan, dtype=heads.dtype)
+    assert {x.dtype for x in in_large(place, heads)} == {torch.complex128 if large else torch.bfloat16}
+    copy([place], [heads])
+    assert torch.equal(place, heads)
 
 
 def test_two_lanes_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:

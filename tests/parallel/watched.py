@@ -1,4 +1,4 @@
-"""A process whose device stands still, or goes on, or fails: what `progress` does about it. Arguments: which, and "end"."""
+"""A process whose device stands, moves, is slow or fails: what `progress` does about it. Arguments: which, and "end"."""
 
 import sys
 import time
@@ -13,12 +13,14 @@ what, end = sys.argv[1], "end" in sys.argv
 
 class Event:
     def record(self) -> None:
-        pass
+        self.looks = 0
 
     def query(self) -> bool:
+        """A look a second."""
+        self.looks += 1
         if what == "fails":
             raise RuntimeError("an error of the device")
-        return what == "moves"
+        return what == "moves" or (what == "is slow" and self.looks == 2)
 
 
 torch.cuda = SimpleNamespace(  # type: ignore[assignment]
@@ -26,6 +28,8 @@ torch.cuda = SimpleNamespace(  # type: ignore[assignment]
 )
 progress.at(step=7)
 progress.enter("ring backward")
-progress.expect("ranks 1, 2", 1, end=end)
+limit = 2 if what == "is slow" else 1
+for _ in range(2):  # the second is only looked at when the first has passed
+    progress.expect("ranks 1, 2", limit, end=end)
 print("in a buffer", end="")
-time.sleep(4)
+time.sleep(5)

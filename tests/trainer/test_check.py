@@ -232,6 +232,8 @@ def test_what_is_shown_is_what_a_pull_makes_room_for(
         shown=0,
         given=0,
         readers=(),
+        unread=(),
+        caller=None,
         given_out_of=[(0, ()), (0, ())],
         signals=SimpleNamespace(tell=lambda *_: None, wait=lambda *_: None),
         make_room=lambda use, nbytes, _: room.update({use: max(nbytes, room.get(use, 0))}),

@@ -223,12 +223,11 @@ def test_a_gpu_step_adds_up(tmp_path: Path) -> None:
         event("gpu_memset", "Memset", 14.5, 1),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 16, 0.5, correlation=2),  # the ring's, from another GPU
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 17, 0.25, correlation=4),  # anybody's, within this one
-        event("kernel", "barrier_kernel(unsigned*)", 17.5, 0.25, correlation=2),
         dict(ph="i", name="not a span", ts=0),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(dict(traceEvents=events)))
     found = breakdown(path)
-    expected = dict(attention=7, products=2, other=1.5 + 0.25, communication=2 + 0.75, idle=2 + 1 + 0.5 + 0.5 + 0.25)
-    assert found["seconds"] == pytest.approx(expected) and found["communication_with_hidden"] == pytest.approx(3 + 0.75)
+    expected = dict(attention=7, products=2, other=1.5 + 0.25, communication=2 + 0.5, idle=2 + 1 + 0.5 + 0.5)
+    assert found["seconds"] == pytest.approx(expected) and found["communication_with_hidden"] == pytest.approx(3 + 0.5)
     assert found["most_of_other"] == pytest.approx({"triton_poi_add": 1, "Memset": 1, "Memcpy DtoD ": 0.25})
