@@ -4,8 +4,8 @@
     progress.here()                      "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
 
 On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
-waits on the host: a thread watches an event behind each op and prints the words when nothing has moved for that long. Then
-NCCL's own watchdog ends the process; where ranks pull nobody else watches, and the thread ends it.
+waits on the host: a thread watches an event behind each op and each awaited signal, and prints the words when nothing has moved
+for that long. Then NCCL's own watchdog ends the process; where ranks pull nobody else watches, and the thread ends it.
 """
 
 import os
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,9 +54,9 @@ def training_step() -> int | None:
     return _here.step
 
 
-def here() -> str:
-    words = [f"training step {_here.step}" if _here.step is not None else "", f"layer {_here.layer}"]
-    words = [words[0], words[1] if _here.layer is not None else "", f"{_here.op} (call {_here.calls})", _here.hop]
+def here(place: _Here = _here) -> str:
+    words = [f"training step {place.step}" if place.step is not None else "", f"layer {place.layer}"]
+    words = [words[0], words[1] if place.layer is not None else "", f"{place.op} (call {place.calls})", place.hop]
     return ", ".join(word for word in words if word)
 
 
@@ -63,9 +64,9 @@ class Stalled(RuntimeError):
     """A peer died or did not answer within the time limit."""
 
 
-def waited(what: str, seconds: float) -> str:
+def waited(what: str, seconds: float, place: _Here = _here) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return f"rank {rank} waited for {what} in {here()}; the time limit is {seconds:g} s"
+    return f"rank {rank} waited for {what} in {here(place)}; the time limit is {seconds:g} s"
 
 
 def wait(call: Callable[[], object], what: str, seconds: float) -> None:
@@ -79,9 +80,10 @@ def wait(call: Callable[[], object], what: str, seconds: float) -> None:
 
 class _Expected(NamedTuple):
     event: torch.cuda.Event
-    text: str
+    what: str
     seconds: float
     end: bool
+    place: _Here
 
 
 class _Watch:
@@ -120,7 +122,7 @@ class _Watch:
             if still > 0.9 * oldest.seconds and told is not oldest.event:  # before others end the process
                 told = oldest.event
                 with suppress(Exception):
-                    print(f"ringspan: {oldest.text}", file=sys.stderr, flush=True)
+                    print(f"ringspan: {waited(oldest.what, oldest.seconds, oldest.place)}", file=sys.stderr, flush=True)
             if still > oldest.seconds and oldest.end:
                 # The main thread may wait for the device for ever, and no error would reach it there. It may also hold the
                 # lock of what it writes to.
@@ -142,4 +144,4 @@ def expect(what: str, seconds: float, end: bool = False, event: torch.cuda.Event
         _here.hop = ""  # the host is through with all of them
         event = torch.cuda.Event()
         event.record()
-    _watch.expect(_Expected(event, waited(what, seconds), seconds, end))
+    _watch.expect(_Expected(event, what, seconds, end, copy(_here)))

@@ -23,12 +23,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from . import progress
 from .beside import Beside, Transfer, waiting_for
 from .groups import Pair
 from .mover import Mover, slots
 from .packed import Rows, by_rows
 from .plan import Piece, Plan
-from .progress import expect
 from .signals import GIVEN, READ, SHOWN, TAKEN, Signals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -165,7 +165,8 @@ class Pull(Mover):
         event = beside.mark()
         if event is not None and ranks:
             names = ", ".join(str(self.ranks[rank]) for rank in ranks)
-            expect(f"{what} of rank {names} for hop {index} of {len(self.plan.steps) - 1}", self.seconds, end=True, event=event)
+            progress.hop(index, len(self.plan.steps) - 1)
+            progress.expect(f"{what} of rank {names}", self.seconds, end=True, event=event)
         return waiting_for(event)
 
 

@@ -152,7 +152,10 @@ def installed(machine: Machine) -> Iterator[None]:
     fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (lanes, pull, ring, transport)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
-    fakes += [(pull, "Signals", Signals), (pull, "expect", lambda *_, **__: None)]
+    fakes += [
+        (pull, "Signals", Signals),
+        (pull, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
+    ]
     fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
     saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
     for module, name, fake in fakes:
