@@ -7,7 +7,7 @@ import pytest
 from .pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # idle ranks of gloo are not idle: thirty of them take most of a core
 def pools() -> Iterator[Callable[[int], Pool]]:
     started: dict[int, Pool] = {}
 
