@@ -59,9 +59,8 @@ class Signals:
             order.count = count
         status = _driver()(torch._C._cuda_getCurrentRawStream(self.device.index), len(orders), orders, 0)
         if status != 0:
-            raise RuntimeError(
-                f"cuStreamBatchMemOp failed with CUDA's error {status}: use transport='p2p', which needs no signals"
-            )
+            remedy = "use transport='p2p', which needs no signals" if status == NOT_SUPPORTED else "perhaps an earlier kernel's"
+            raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
 
 
 class _Order(ctypes.Structure):

@@ -59,10 +59,9 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
     place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
-    if name in PULLED and (place != "one host" or torch.version.hip):
-        on_amd = place != "cpu" and torch.version.hip
-        needs = "needs all ranks on one host, and GPUs that reach each other's memory"
-        needs = "needs CUDA" if place == "cpu" or on_amd else needs
+    on_nvidia = place != "cpu" and not torch.version.hip
+    if name in PULLED and not (on_nvidia and pair.one_host):
+        needs = "needs all ranks on one host, and GPUs that reach each other's memory" if on_nvidia else "needs CUDA"
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
         place = "AMD" if torch.version.hip and place != "cpu" else place

@@ -87,7 +87,7 @@ def test_no_tokens_at_all(ranks: int, pools) -> None:
         assert max(errors.values()) == 0
 
 
-def test_auto_chooses_from_a_table() -> None:
+def test_auto_chooses_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = SimpleNamespace(one_host=True)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for nbytes in (0, 2**20, 2**33):
@@ -101,6 +101,11 @@ def test_auto_chooses_from_a_table() -> None:
             choose_transport(name, pair, cpu, 0)
         with pytest.raises(ValueError, match="one host"):
             choose_transport(name, SimpleNamespace(one_host=False), cuda, 0)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choose_transport("auto", pair, cuda, 2**20) == "p2p"
+    for name in PULLED:
+        with pytest.raises(ValueError, match=f"{name}' needs CUDA"):
+            choose_transport(name, pair, cuda, 0)
     for table in AUTO.values():
         limits = [limit for limit, *_ in table]
         assert all(set(kinds) <= set(TRANSPORTS[1:]) and len(kinds) == 2 for _, *kinds in table)
