@@ -49,11 +49,12 @@ def forms(tensors: Iterable[Any] | None) -> Any:
     """What the tensors are, but for their values and addresses; anything else by its type, which no check lets pass."""
     if tensors is None:
         return None
-    return tuple([_form(x) if isinstance(x, Tensor) else type(x) for x in tensors])
+    compiling = torch.compiler.is_compiling()
+    return tuple([_form(x, compiling) if isinstance(x, Tensor) else type(x) for x in tensors])
 
 
-def _form(x: Tensor) -> tuple[Any, ...]:
-    somewhere = x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+def _form(x: Tensor, compiling: bool) -> tuple[Any, ...]:
+    somewhere = x.is_cuda and not compiling and not isinstance(x, FakeTensor)
     return x.shape, x.stride(), x.dtype, x.device, somewhere and x.data_ptr() % 16 == 0
 
 

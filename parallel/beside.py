@@ -21,14 +21,26 @@ _streams: dict[tuple[torch.cuda.Stream, str], torch.cuda.Stream] = {}
 Transfer = Callable[[], object]  # makes the current stream, or on the CPU the caller, wait until something is here
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's own looks for the device at length."""
+    number = torch._C._cuda_getCurrentStream(device.index)
+    if number not in _current:
+        _current[number] = torch.cuda.current_stream(device)
+    return _current[number]
+
+
+_current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
 class Beside:
     """Made, followed and left again on one and the same stream, of the current device."""
 
     def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
+        self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.caller: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.caller = torch.cuda.current_stream(device)
+            self.caller = current_stream(device)
             key = self.caller, use
             if key not in _streams:
                 _streams[key] = torch.cuda.Stream(device, priority)
@@ -52,11 +64,10 @@ class Beside:
         return None if self.stream is None else self.stream.record_event()
 
     def done(self) -> Transfer:
-        return waiting_for(self.mark())
+        return self.waiting_for(self.mark())
 
-
-def waiting_for(event: torch.cuda.Event | None) -> Transfer:
-    return (lambda: None) if event is None else event.wait
+    def waiting_for(self, event: torch.cuda.Event | None) -> Transfer:
+        return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 
 
 class _There:

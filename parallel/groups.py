@@ -23,6 +23,7 @@ class Pair(NamedTuple):
     one_host: bool  # with GPUs that reach each other's memory
     ranks: list[int]  # in the whole job
     seconds: float  # the time limit
+    others: str = ""  # "ranks 0, 2, 3": all but this one
 
 
 # By name, and with the group: after all groups were destroyed, new ones have old names.
@@ -52,7 +53,8 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
         for each in (group, sibling):
             dist.all_reduce(torch.zeros(1, device=device), group=each)
         ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, device)
-        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds())
+        others = ", ".join(str(rank) for rank in ranks if rank != dist.get_rank())
+        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), f"ranks {others}")
     return _pairs[name]
 
 

@@ -29,7 +29,7 @@ from .layout import Layout
 from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import MERGED, PULLED, TRANSPORTS, choose_transport, make_mover, num_parts
+from .transport import PULLED, TRANSPORTS, blocks_per_step, choose_transport, make_mover, num_parts
 
 
 def ring_attention(
@@ -178,8 +178,9 @@ class Call:
             agree(everyone, q.device, describe)
         if n.ranks > 1:
             pair = pair_of(by_name(group), q.device)
-            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, what == "ring backward")
-            plan = make_plan(layout, known, n.rank, merged=moves_by in MERGED)
+            which = k.nbytes + v.nbytes, what == "ring backward"
+            moves_by = choose_transport(transport, pair, q.device, *which)
+            plan = make_plan(layout, known, n.rank, blocks_per_step(moves_by, layout, n.known_right == 0, *which))
             keys = k.shape[1] if n.left < 0 or n.known_right < 0 else min(k.shape[1], n.left + n.known_right + 1)
             travels = moves_by in PULLED and len(plan.steps) > 1
             lanes = num_lanes(travels, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * keys)
@@ -198,8 +199,7 @@ class Call:
             for mover in self.movers:
                 mover.abandon()
         elif self.pair is not None and self.on_gpu:
-            others = ", ".join(str(rank) for rank in self.pair.ranks if rank != self.pair.ranks[self.pair.group.rank()])
-            progress.expect(f"ranks {others}", self.pair.seconds, end=self.pulls)
+            progress.expect(self.pair.others, self.pair.seconds, end=self.pulls)
 
 
 @differentiable("ring_forward", lambda: backward_op)

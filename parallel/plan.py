@@ -1,6 +1,7 @@
 """What a mask makes of a layout: which rows of whom a rank needs, step by step.
 
-Step 0 is a rank's own block. In step s it takes the rows it can see of the rank s before it, straight from their owner.
+Step 0 is a rank's own block. Then come the rows that it can see of the rank before it, of the rank before that one, and so on,
+straight from their owners: one rank's block in a step, or several ones'.
 Steps that are empty on all ranks are left out on all ranks; a rank whose own part of a step is empty computes nothing in
 it. Both ends of every message follow from the layout and the mask alone, so no rank asks another for anything.
 
@@ -11,6 +12,7 @@ and so are the keys they can see: two bisections, done for all pairs of segments
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 import torch
@@ -53,8 +55,8 @@ class Plan(NamedTuple):
     most_keys: int  # rows of the largest block of any rank
 
 
-def make_plan(layout: Layout, mask: Mask, rank: int, merged: bool = False) -> Plan:
-    """`merged` makes one step of all others' blocks, with keys in ascending order.
+def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = ()) -> Plan:
+    """`blocks` says how many others' blocks each step takes, with keys in ascending order; without it each takes one.
 
     Only what a mask says on the CPU is used: what is on a device would have to be waited for.
     """
@@ -62,11 +64,11 @@ def make_plan(layout: Layout, mask: Mask, rank: int, merged: bool = False) -> Pl
     left, right, _, starts, ends, prefix = known.bounds()
     first_keys = None if prefix is None else tuple(prefix.tolist())
     if starts is None or ends is None:
-        return _plan(layout, left, right, first_keys, rank, merged)
+        return _plan(layout, left, right, first_keys, rank, blocks)
     plans = _plans_of_documents.setdefault(starts, {})
-    key = layout, left, right, first_keys, rank, merged
+    key = layout, left, right, first_keys, rank, blocks
     if key not in plans:
-        plans[key] = _plan_of(layout, known, rank, merged)
+        plans[key] = _plan_of(layout, known, rank, blocks)
     return plans[key]
 
 
@@ -74,19 +76,22 @@ _plans_of_documents = WeakTensorKeyDictionary()  # by the tensor itself, which e
 
 
 @lru_cache(maxsize=256)
-def _plan(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, merged: bool) -> Plan:
+def _plan(
+    layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
+) -> Plan:
     prefix = None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32)
-    return _plan_of(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)), rank, merged)
+    return _plan_of(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)), rank, blocks)
 
 
-def _plan_of(layout: Layout, mask: Mask, rank: int, merged: bool) -> Plan:
+def _plan_of(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...]) -> Plan:
     seen = _visible_rows(layout, mask)
-    shifts = [list(range(1, layout.ranks))] if merged else [[shift] for shift in range(1, layout.ranks)]
+    ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
+    assert ends[-1] == layout.ranks, f"{blocks} are the blocks of {ends[-1] - 1} others, not of {layout.ranks - 1}"
     mine: list[Step] = [_own_block(layout, rank)]
     gives: list[list[Piece]] = [[]]
     most_keys = layout.local_length
-    for group in shifts:
-        steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in group], seen) for reader in range(layout.ranks)]
+    for shifts in starmap(range, pairwise(ends)):
+        steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in shifts], seen) for reader in range(layout.ranks)]
         if not any(step.pieces for step in steps):
             continue
         mine.append(steps[rank])

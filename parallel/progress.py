@@ -15,48 +15,47 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 
-@dataclass
-class _Here:
+class _Place(NamedTuple):
     step: int | None = None
     layer: int | None = None
     op: str = "no op yet"
     calls: int = 0
-    hop: str = ""
+    hop: tuple[int, int] | None = None  # which of how many
 
 
-_here = _Here()
+_now = _Place()
 
 
 def at(step: int | None = None, layer: int | None = None) -> None:
     """What the trainer publishes; None leaves a value as it is."""
-    _here.step = _here.step if step is None else step
-    _here.layer = _here.layer if layer is None else layer
+    global _now
+    _now = _now._replace(step=_now.step if step is None else step, layer=_now.layer if layer is None else layer)
 
 
 def enter(op: str) -> None:
-    _here.op, _here.hop = op, ""
-    _here.calls += 1
+    global _now
+    _now = _now._replace(op=op, calls=_now.calls + 1, hop=None)
 
 
 def hop(index: int, num: int) -> None:
-    _here.hop = f"hop {index} of {num}"
+    global _now
+    _now = _now._replace(hop=(index, num))
 
 
 def training_step() -> int | None:
-    return _here.step
+    return _now.step
 
 
-def here(place: _Here = _here) -> str:
-    words = [f"training step {place.step}" if place.step is not None else "", f"layer {place.layer}"]
-    words = [words[0], words[1] if place.layer is not None else "", f"{place.op} (call {place.calls})", place.hop]
+def here(place: _Place | None = None) -> str:
+    step, layer, op, calls, hop = place or _now
+    words = ["" if step is None else f"training step {step}", "" if layer is None else f"layer {layer}"]
+    words += [f"{op} (call {calls})", "" if hop is None else "hop {} of {}".format(*hop)]
     return ", ".join(word for word in words if word)
 
 
@@ -64,7 +63,7 @@ class Stalled(RuntimeError):
     """A peer died or did not answer within the time limit."""
 
 
-def waited(what: str, seconds: float, place: _Here = _here) -> str:
+def waited(what: str, seconds: float, place: _Place | None = None) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return f"rank {rank} waited for {what} in {here(place)}; the time limit is {seconds:g} s"
 
@@ -83,7 +82,7 @@ class _Expected(NamedTuple):
     what: str
     seconds: float
     end: bool
-    place: _Here
+    place: _Place
 
 
 class _Watch:
@@ -138,10 +137,11 @@ _watch = _Watch()
 
 def expect(what: str, seconds: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:
     """On a GPU: says so if this event, or what the current stream was given, takes too long; may end the process."""
+    global _now
     if torch.cuda.is_current_stream_capturing():
         return  # a graph's events cannot be asked
     if event is None:
-        _here.hop = ""  # the host is through with all of them
+        _now = _now._replace(hop=None)  # the host is through with all of them
         event = torch.cuda.Event()
         event.record()
-    _watch.expect(_Expected(event, what, seconds, end, copy(_here)))
+    _watch.expect(_Expected(event, what, seconds, end, _now))

@@ -24,7 +24,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from . import progress
-from .beside import Beside, Transfer, waiting_for
+from .beside import Beside, Transfer
 from .groups import Pair
 from .mover import Mover, slots
 from .packed import Rows, by_rows
@@ -167,7 +167,7 @@ class Pull(Mover):
             names = ", ".join(str(self.ranks[rank]) for rank in ranks)
             progress.hop(index, len(self.plan.steps) - 1)
             progress.expect(f"{what} of rank {names}", self.seconds, end=True, event=event)
-        return waiting_for(event)
+        return beside.waiting_for(event)
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

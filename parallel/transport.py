@@ -32,13 +32,14 @@ from kernels.reference import accumulation_dtype
 from . import progress
 from .beside import Beside, Transfer
 from .groups import Pair
+from .layout import Layout
 from .messages import Messages
 from .mover import Mover, slots
 from .packed import by_rows, new_rows, unpack
 from .plan import Piece, Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
-MERGED = ("all_gather", "pull_all")  # one step for all other ranks
+AT_ONCE = ("all_gather", "pull_all")  # one step for all other ranks
 PULLED = ("pull", "pull_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
 # and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
@@ -50,6 +51,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
+FEW_BYTES = 2**27  # K/V of a rank up to this are pulled in fewer steps
 PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts, in each lane
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
@@ -74,6 +76,25 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
 @functools.cache
 def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
     print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
+
+
+def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, backward: bool) -> tuple[int, ...]:
+    """How many others' blocks each step takes.
+
+    Where they are short a step is over before the host has given the next one. Then each takes twice as many as the one before,
+    which hides their transfer: 1, 2, 4, … In the backward it is the other way round, as gradients go home behind what follows.
+    """
+    others = layout.ranks - 1
+    if transport in AT_ONCE:
+        return (others,)
+    one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
+    if transport not in PULLED or nbytes > FEW_BYTES or not one_kernel:
+        return (1,) * others
+    left, blocks = others, list[int]()
+    while left:
+        blocks.append(min(2 ** len(blocks), left))
+        left -= blocks[-1]
+    return tuple(reversed(blocks) if backward else blocks)
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lane: int) -> Mover:
@@ -204,12 +225,13 @@ class Homeward:
             self.mine[piece, :, heads].add_(more)
         before, behind = slice(all_rows.start, rows.start), slice(rows.stop, all_rows.stop)
         below, above = slice(all_heads.start, heads.start), slice(heads.stop, all_heads.stop)
+        regions = ((rows, below), (rows, above), (before, all_heads), (behind, all_heads))
+        rest = [at for at in regions if all(run.start < run.stop for run in at)]
         width = grads[0].shape[3]
         for grad, mine, more in zip(grads, unpack(self.mine, width), unpack(last, width), strict=True):
             torch.add(mine[:, rows, heads], more, out=grad[:, rows, heads])
-            for at in ((rows, below), (rows, above), (before, all_heads), (behind, all_heads)):
-                if (rest := mine[:, *at]).numel():
-                    grad[:, *at] = rest
+            for at in rest:
+                grad[:, *at] = mine[:, *at]
 
     def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
         """Rows of mine, and what is to be added to them."""

@@ -111,8 +111,11 @@ def installed(machine: Machine) -> Iterator[None]:
             event = machine.record(self.stream)
             return SimpleNamespace(wait=lambda: machine.wait(machine.current, event))
 
+        def waiting_for(self, event: SimpleNamespace) -> Callable[[], None]:
+            return event.wait
+
         def done(self) -> Callable[[], None]:
-            return self.mark().wait
+            return self.waiting_for(self.mark())
 
     def rendezvous(memory: Tensor, group: Any) -> SimpleNamespace:
         rank = machine.current[0]

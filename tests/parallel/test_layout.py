@@ -1,16 +1,19 @@
 """Layouts, exhaustively: every kind, length and number of ranks; and what a plan makes of a mask."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kernels import Mask
-from kernels.segments import positions
+from kernels.segments import ascending_runs, check_segments, num_rows, positions
 from parallel import Layout
 from parallel.layout import KINDS, cut
 from parallel.plan import GRAIN, make_plan
+from parallel.transport import FEW_BYTES, blocks_per_step
 
+LONG = FEW_BYTES + 1
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [
     Layout(kind, length, ranks, ulysses)
@@ -125,15 +128,58 @@ def test_zigzag_is_even_and_contiguous_is_not() -> None:
         assert max(work) - min(work) <= 9 * ranks
 
 
-@pytest.mark.parametrize("merged", [False, True])
+def one_each(ranks: int) -> tuple[int, ...]:
+    return ()
+
+
+def doubling(ranks: int) -> tuple[int, ...]:
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 0, False)
+
+
+def halving(ranks: int) -> tuple[int, ...]:
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 0, True)
+
+
+def at_once(ranks: int) -> tuple[int, ...]:
+    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 0, False)
+
+
+def test_steps_double_where_blocks_are_short() -> None:
+    found = [(doubling(ranks), halving(ranks), at_once(ranks)) for ranks in (2, 3, 4, 6, 8)]
+    assert [there for there, _, _ in found] == [(1,), (1, 1), (1, 2), (1, 2, 2), (1, 2, 4)]
+    assert [back for _, back, _ in found] == [(1,), (1, 1), (2, 1), (2, 2, 1), (4, 2, 1)]
+    assert [all_others for _, _, all_others in found] == [(1,), (2,), (3,), (5,), (7,)]
+    each = (
+        ("striped", "pull", True, 0),
+        ("zigzag", "pull", False, 0),
+        ("zigzag", "p2p", True, 0),
+        ("zigzag", "pull", True, LONG),
+    )
+    for kind, by, causal, nbytes in each:
+        assert blocks_per_step(by, Layout(kind, 8, 8), causal, nbytes, False) == (1,) * 7
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 6, 8, 13])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_a_step_of_several_blocks_is_one_kernel(kind: str, ranks: int) -> None:
+    layout = Layout(kind, 64 * ranks, ranks)
+    for blocks, rank in itertools.product((doubling, halving, at_once), range(ranks)):
+        steps = make_plan(layout, Mask(causal=kind == "zigzag"), rank, blocks(ranks)).steps
+        assert len(steps) == 1 + len(blocks(ranks))
+        for step in steps[1:]:
+            q_at, k_at = (check_segments("rows", at, num_rows(at)) for at in (step.q_at, step.k_at))
+            assert len(ascending_runs(q_at)) <= 1 and len(ascending_runs(k_at)) <= 1
+
+
+@pytest.mark.parametrize("blocks", [one_each, doubling, at_once])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_move_what_is_seen(kind: str, name: str, merged: bool) -> None:
+def test_plans_move_what_is_seen(kind: str, name: str, blocks: Callable[[int], tuple[int, ...]]) -> None:
     """Every visible pair is in the reader's plan once; both ends of a message agree; steps are alike on all ranks."""
     mask, length = MASKS[name], 31
     for ranks in (1, 2, 3, 4, 7, 40):
         layout = Layout(kind, length, ranks)
-        plans = [make_plan(layout, mask, rank, merged) for rank in range(ranks)]
+        plans = [make_plan(layout, mask, rank, blocks(ranks)) for rank in range(ranks)]
         assert len({len(plan.steps) for plan in plans}) == 1
         assert len({plan.most_keys for plan in plans}) == 1
         at = [layout.positions(rank) for rank in range(ranks)]
@@ -155,9 +201,10 @@ def test_plans_move_what_is_seen(kind: str, name: str, merged: bool) -> None:
             mine = positions(layout.segments(reader))
             seen = mask.visible(mine, torch.arange(length)).any(0)
             assert (found[mine][seen] == 1).all() and found.max() <= 1
-            if merged and kind != "striped" and len(plan.steps) > 1:
-                starts = [start for start, _, _ in plan.steps[1].k_at]
-                assert starts == sorted(starts)
+            if kind != "striped":
+                for step in plan.steps:
+                    starts = [start for start, _, _ in step.k_at]
+                    assert starts == sorted(starts)
         for index in range(len(plans[0].steps)):
             if index:
                 assert any(plan.steps[index].pieces for plan in plans)  # else it would have been left out
@@ -193,17 +240,15 @@ def test_a_causal_zigzag_moves_half_blocks_backwards() -> None:
         assert keys == {r: n // 2 if r < rank else n for r in range(ranks) if r != rank}
         queries = {step.pieces[0].rank: step.queries for step in plan.steps[1:]}
         assert all(queries[r] == (slice(0, n) if r < rank else slice(n // 2, n)) for r in queries)
-        merged = make_plan(Layout("zigzag", ranks * n, ranks), Mask(causal=True), rank, merged=True)
-        assert len(merged.steps) == 2
 
 
 def test_documents_bring_no_numbers_that_kernels_were_not_compiled_for() -> None:
     """Triton looks at which numbers 16 divides; those of a plan are such whatever the documents' lengths are."""
     ids = torch.repeat_interleave(torch.arange(6), torch.tensor([37, 301, 5, 403, 129, 149]))
-    for kind, merged in itertools.product(("contiguous", "zigzag"), (False, True)):
+    for kind, blocks in itertools.product(("contiguous", "zigzag"), (one_each, doubling, at_once)):
         layout = Layout(kind, 1024, 4)
         for rank in range(4):
-            plan = make_plan(layout, Mask(causal=True, documents=ids), rank, merged)
+            plan = make_plan(layout, Mask(causal=True, documents=ids), rank, blocks(4))
             assert len(plan.steps) > 1
             for step in plan.steps:
                 numbers = [n for start, _, count in (*step.q_at, *step.k_at) for n in (start, count)]

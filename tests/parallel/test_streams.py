@@ -44,7 +44,7 @@ HALF = Sequence("zigzag", 4, 1, 1, (4, 2), (16, 16), torch.bfloat16)  # sums are
 UNEVEN = Sequence("contiguous", 3, 1, 2, (6, 3), (16, 24))  # a lane of one KV head, and one of two
 
 
-def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool, lanes: int) -> float:
+def wrong_by(sequence: Sequence, ranks: int, seed: int, by: str, lanes: int) -> float:
     """Of three forwards in a row with different inputs, and of three more with their backwards."""
     inputs = sequence.inputs(ranks, seed)
     machine, mask, layout = Machine(ranks, seed), Mask(causal=True), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
@@ -53,23 +53,24 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool, lanes: int
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, mask, scale=0.25, backend="reference")
         expected += [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    plans = [make_plan(layout, mask, rank, merged) for rank in range(ranks)]
+    ways = [transport.blocks_per_step(by, layout, True, 1, backward) for backward in (False, True)]
+    plans = [[make_plan(layout, mask, rank, blocks) for blocks in ways] for rank in range(ranks)]
     shards = [[[layout.shard(x, 1, rank).contiguous() for x in given] for given in inputs] for rank in range(ranks)]
     results: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     with installed(machine):
-        for rank, plan in enumerate(plans):
+        for rank, (there, back) in enumerate(plans):
             machine.current = rank, "kernels"
             group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda rank=rank: rank)
             pair = Pair(group, group, True, list(range(ranks)), 1.0)
 
-            def movers(pair: Pair = pair, plan: Plan = plan) -> list[Mover]:
+            def movers(plan: Plan, pair: Pair = pair) -> list[Mover]:
                 return [Pull(pair, plan, torch.device("cpu"), lane) for lane in range(lanes)]
 
             for q, k, v, _ in shards[rank]:
-                results[rank] += ring_forward(q, k, v, mask, movers(), None, 0, **OPTIONS)[:1]
+                results[rank] += ring_forward(q, k, v, mask, movers(there), None, 0, **OPTIONS)[:1]
             for q, k, v, dout in shards[rank]:
-                out, lse = ring_forward(q, k, v, mask, movers(), None, 0, **OPTIONS)
-                grads = ring_backward(dout, None, q, k, v, out, lse, mask, movers(), 0, **OPTIONS)
+                out, lse = ring_forward(q, k, v, mask, movers(there), None, 0, **OPTIONS)
+                grads = ring_backward(dout, None, q, k, v, out, lse, mask, movers(back), 0, **OPTIONS)
                 assert all(x.born_on == machine.current for x in (out, *grads[1:3]))
                 results[rank] += [x.clone() for x in (out, *grads[:3])]  # what is given next sees all of them
     machine.run()
@@ -78,12 +79,13 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, merged: bool, lanes: int
     return max(float(gap.abs().nan_to_num(torch.inf).max()) for gap in gaps)
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["pull", "pull_all"])
-@pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28)])
+@pytest.mark.parametrize("by, few", [("pull", 0), ("pull", 1), ("pull_all", 0)], ids=["pull", "doubling", "pull_all"])
+@pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (6, 2**28)])
 @pytest.mark.parametrize("sequence, lanes", [(EVEN, 1), (EVEN, 2), (ODD, 1), (UNEVEN, 2), (HALF, 1), (HALF, 2)])
 def test_any_order_is_right(
-    sequence: Sequence, lanes: int, ranks: int, part_bytes: int, merged: bool, monkeypatch: pytest.MonkeyPatch
+    sequence: Sequence, lanes: int, ranks: int, part_bytes: int, by: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(transport, "FEW_BYTES", few)
     for seed in range(12 if sequence is EVEN else 4):
-        assert wrong_by(sequence, ranks, seed, merged, lanes) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
+        assert wrong_by(sequence, ranks, seed, by, lanes) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
