@@ -12,6 +12,7 @@ from .blocks import block_backward, block_forward, output_delta
 from .loss import linear_cross_entropy
 from .mask import Mask
 from .segments import Segment
+from .sums import finish_gradients
 
 __all__ = [
     "Mask",
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "block_backward",
     "block_forward",
+    "finish_gradients",
     "linear_cross_entropy",
     "output_delta",
 ]

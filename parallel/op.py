@@ -6,7 +6,6 @@ parts, and the mask as its numbers, twice: on the device for the kernels, and as
 """
 
 import hashlib
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +23,11 @@ from . import progress
 from .agree import agree, refuse
 from .beside import on_device
 from .groups import Pair, by_name, pair_of
-from .lanes import num_lanes
 from .layout import Layout
 from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import PULLED, TRANSPORTS, blocks_per_step, choose_transport, make_mover, num_parts
+from .transport import PULLED, TRANSPORTS, blocks_per_step, choose_transport, make_mover
 
 
 def ring_attention(
@@ -160,7 +158,7 @@ class Call:
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
-        self.movers: list[Mover]  # one for each lane
+        self.mover: Mover
         self.pair: Pair | None
         self.on_gpu = q.is_cuda
 
@@ -171,7 +169,6 @@ class Call:
             said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
             said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
             said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
-            said |= {"RINGSPAN_LANES": os.environ.get("RINGSPAN_LANES", "")}
             return said | {"seed": None if seed is None else seed.tolist()}
 
         if everyone:
@@ -181,13 +178,10 @@ class Call:
             which = k.nbytes + v.nbytes, what == "ring backward"
             moves_by = choose_transport(transport, pair, q.device, *which)
             plan = make_plan(layout, known, n.rank, blocks_per_step(moves_by, layout, n.known_right == 0, *which))
-            keys = k.shape[1] if n.left < 0 or n.known_right < 0 else min(k.shape[1], n.left + n.known_right + 1)
-            travels = moves_by in PULLED and len(plan.steps) > 1
-            lanes = num_lanes(travels, k.shape[2], num_parts(plan, k, v), 2 * q.numel() * keys)
-            self.movers = [make_mover(moves_by, pair, plan, q.device, lane) for lane in range(lanes)]
+            self.mover = make_mover(moves_by, pair, plan, q.device)
             self.pair, self.pulls = pair, moves_by in PULLED
         else:
-            self.movers = [Alone(make_plan(layout, known, n.rank))]
+            self.mover = Alone(make_plan(layout, known, n.rank))
             self.pair, self.pulls = None, False
 
     def __enter__(self) -> "Call":
@@ -196,8 +190,7 @@ class Call:
     def __exit__(self, error: type | None, *_: Any) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if error is not None:
-            for mover in self.movers:
-                mover.abandon()
+            self.mover.abandon()
         elif self.pair is not None and self.on_gpu:
             progress.expect(self.pair.others, self.pair.seconds, end=self.pulls)
 
@@ -222,7 +215,7 @@ def forward_op(
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     with on_device(q.device), Call("ring forward", q, k, v, *given) as call:
         start = None if sinks is None else sink_carry(sinks, q)[1]
-        return ring_forward(q, k, v, call.mask, call.movers, start, **call.options)
+        return ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
 
 
 @derivative("ring_backward")
@@ -248,7 +241,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
     with on_device(q.device), Call("ring backward", q, k, v, *given) as call:
-        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.movers, **call.options)
+        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

@@ -36,7 +36,7 @@ REMEMBERED = 1024  # views of shown memory; documents ask for others in every st
 
 
 class Shown:
-    """What the ranks of a group show each other in a lane: for each use some memory of every rank."""
+    """What the ranks of a group show each other: for each use some memory of every rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -71,25 +71,25 @@ class Shown:
         return self.views[key]
 
 
-_shown: dict[tuple[str, int], Shown] = {}  # by the group's name, and the lane
+_shown: dict[str, Shown] = {}  # by the group's name
 
 
-def shown_by(group: dist.ProcessGroup, lane: int, device: torch.device) -> Shown:
-    key = group.group_name, lane
-    if key not in _shown or _shown[key].group is not group:  # a new group may have an old one's name
-        _shown[key] = Shown(group, device)
-    return _shown[key]
+def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
+    name = group.group_name
+    if name not in _shown or _shown[name].group is not group:  # a new group may have an old one's name
+        _shown[name] = Shown(group, device)
+    return _shown[name]
 
 
 class Pull(Mover):
-    def __init__(self, pair: Pair, plan: Plan, device: torch.device, lane: int) -> None:
+    def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "a CUDA graph would repeat the counts by which ranks wait for each other: use transport='p2p' in it"
             )
         self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
-        self.shown = shown_by(pair.group, lane, device)
+        self.shown = shown_by(pair.group, device)
         self.begins = 0, 0  # of K and V in what is published, in elements
 
     @cached_property
@@ -176,7 +176,7 @@ def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
 
 def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for place, source in zip(places, sources, strict=True):
-        if not source.is_contiguous():  # a lane's heads, which a kernel copies; elsewhere copy engines do
+        if not source.is_contiguous():  # K/V cut out of a larger tensor, which a kernel copies; elsewhere copy engines do
             place, source = in_large(place, source)
         place.copy_(source, non_blocking=True)
 

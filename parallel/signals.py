@@ -23,7 +23,7 @@ NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
 
 
 class Signals:
-    """Those of one group, and of one lane in it. Made by all ranks together."""
+    """Those of one group, made by all ranks together."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.rank = device, group.rank()

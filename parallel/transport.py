@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import finish_gradients
 from kernels.reference import accumulation_dtype
 
 from . import progress
@@ -35,7 +36,7 @@ from .groups import Pair
 from .layout import Layout
 from .messages import Messages
 from .mover import Mover, slots
-from .packed import by_rows, new_rows, unpack
+from .packed import by_rows, new_rows
 from .plan import Piece, Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
@@ -51,8 +52,8 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-FEW_BYTES = 2**27  # K/V of a rank up to this are pulled in fewer steps
-PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts, in each lane
+STEP_BYTES = 2**29  # K/V that one step of a pull may take, where it takes more than one block
+PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
@@ -81,27 +82,28 @@ def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
 def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, backward: bool) -> tuple[int, ...]:
     """How many others' blocks each step takes.
 
-    Where they are short a step is over before the host has given the next one. Then each takes twice as many as the one before,
-    which hides their transfer: 1, 2, 4, … In the backward it is the other way round, as gradients go home behind what follows.
+    Each step of a pull takes twice as many as the one before, which hides their transfer, as far as memory is meant for them:
+    1, 2, 4, … So there are fewer kernels, of which each has a last wave, and the host has less to give, which is late where
+    blocks are short. In the backward it is the other way round, as gradients go home behind what follows.
     """
     others = layout.ranks - 1
     if transport in AT_ONCE:
         return (others,)
     one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
-    if transport not in PULLED or nbytes > FEW_BYTES or not one_kernel:
+    if transport not in PULLED or not one_kernel:
         return (1,) * others
     left, blocks = others, list[int]()
     while left:
-        blocks.append(min(2 ** len(blocks), left))
+        blocks.append(min(2 ** len(blocks), left, max(1, STEP_BYTES // nbytes)))
         left -= blocks[-1]
     return tuple(reversed(blocks) if backward else blocks)
 
 
-def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device, lane: int) -> Mover:
+def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
     if transport in PULLED:
         from .pull import Pull  # only there where CUDA is
 
-        return Pull(pair, plan, device, lane)
+        return Pull(pair, plan, device)
     return Messages(pair, plan, device)
 
 
@@ -112,11 +114,12 @@ def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-    """Each step with its keys and values, once they are published. What the next one needs travels meanwhile."""
+    """Shows this rank's K/V to the others, then each step with its keys and values. What the next needs travels meanwhile."""
     steps = mover.plan.steps
     own = steps[0].pieces[0].rows
     block = k[:, own], v[:, own]
     if len(steps) > 1:
+        mover.publish(k, v)
         most = max(step.num_keys for step in steps[1:])
         buffers = [new_rows(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
@@ -214,24 +217,16 @@ class Homeward:
         self.sums.done()()
 
     def _hand_on(self, region: Region, arrived: list[tuple[slice, Tensor]], came: slice, grads: tuple[Tensor, ...]) -> None:
-        """What came last is added straight into dk and dv, and all else is cast."""
+        """What came last is added as all is cast."""
         all_heads, all_rows = region
-        if all_heads.start == all_heads.stop:
-            return
         heads = _meet(came, all_heads)
         parts = [(_meet(rows, all_rows), more[_within(rows, all_rows), :, _within(came, all_heads)]) for rows, more in arrived]
         *sums, (rows, last) = parts or [(slice(all_rows.start, all_rows.start), self.mine[:0, :, heads])]
         for piece, more in sums:
             self.mine[piece, :, heads].add_(more)
-        before, behind = slice(all_rows.start, rows.start), slice(rows.stop, all_rows.stop)
-        below, above = slice(all_heads.start, heads.start), slice(heads.stop, all_heads.stop)
-        regions = ((rows, below), (rows, above), (before, all_heads), (behind, all_heads))
-        rest = [at for at in regions if all(run.start < run.stop for run in at)]
-        width = grads[0].shape[3]
-        for grad, mine, more in zip(grads, unpack(self.mine, width), unpack(last, width), strict=True):
-            torch.add(mine[:, rows, heads], more, out=grad[:, rows, heads])
-            for at in rest:
-                grad[:, *at] = mine[:, *at]
+        dk, dv = (grad[:, all_rows, all_heads] for grad in grads)
+        at = rows.start - all_rows.start, heads.start - all_heads.start
+        finish_gradients(self.mine[all_rows, :, all_heads], last, *at, dk, dv)
 
     def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
         """Rows of mine, and what is to be added to them."""

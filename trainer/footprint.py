@@ -24,7 +24,7 @@ GIB = 2**30
 RESERVE = 0.08
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
-PART_BYTES = 2**28  # parallel.transport
+PART_BYTES, STEP_BYTES = 2**28, 2**29  # parallel.transport
 
 
 @dataclass
@@ -162,18 +162,29 @@ def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: in
     Where blocks are pulled, what goes out is `shown` in memory that is always there.
     """
     numbers = rows * heads * width
-    blocks = min(2, ring - 1) + (batch > 1 and not pulled)  # in use and coming in, and what others take
-    parts = _parts(numbers, heads)
-    sent = parts * (ring - 1)
+    largest, steps = _steps(ring, b * numbers) if pulled else (1, ring - 1)
+    blocks = largest * min(2, steps) + (batch > 1 and not pulled)  # in use and coming in, and what others take
+    parts = _parts(largest * numbers, heads)
+    sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
-    return blocks * b * numbers + sums * 4 * numbers / parts
+    return blocks * b * numbers + sums * 4 * largest * numbers / parts
 
 
 def shown(rows: int, heads: int, width: int, ring: int, b: int) -> float:
     """A copy of K/V and two parts of dK/dV, in the memory that the GPUs of a host pull from."""
     numbers = rows * heads * width
-    parts = _parts(numbers, heads)
-    return b * numbers + min(2, parts * (ring - 1)) * 4 * numbers / parts
+    largest, steps = _steps(ring, b * numbers)
+    parts = _parts(largest * numbers, heads)
+    return b * numbers + min(2, parts * steps) * 4 * largest * numbers / parts
+
+
+def _steps(ring: int, nbytes: float) -> tuple[int, int]:
+    """How many blocks the largest step of a pull takes, and how many steps there are (parallel.transport.blocks_per_step)."""
+    largest, steps, left = 0, 0, ring - 1
+    while left:
+        blocks = min(2**steps, left, max(1, int(STEP_BYTES // nbytes)))
+        largest, steps, left = max(largest, blocks), steps + 1, left - blocks
+    return largest, steps
 
 
 def _parts(numbers: int, heads: int) -> int:

@@ -258,7 +258,7 @@ def traced(path: str, setting: Setting, name: str, device: str = "cpu") -> tuple
     for its in spans:
         compute: list[tuple[float, float]] = []
         for start, end in sorted((start, end) for what, start, end in its if what == "compute"):
-            if compute and start <= compute[-1][1]:  # a kernel of the other lane
+            if compute and start <= compute[-1][1]:  # a kernel beside it
                 compute[-1] = compute[-1][0], max(end, compute[-1][1])
             else:
                 compute.append((start, end))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
 from kernels.reference import accumulation_dtype
-from parallel import lanes, pull, ring, transport
+from parallel import pull, ring, transport
 
 Stream = tuple[int, str]  # a rank's
 
@@ -32,8 +32,7 @@ class Machine:
         self.current: Stream = 0, "kernels"
         self.shown: dict[int, list[Tensor]] = {}  # symmetric memory, in the order in which it is made
         self.made = [0] * ranks
-        self.told: Counter[tuple[int, int, int, int]] = Counter()  # which signals, what they count, from whom, to whom
-        self.lanes = [0] * ranks
+        self.told: Counter[tuple[int, int, int]] = Counter()  # what they count, from whom, to whom
 
     def give(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True, stream: Stream | None = None) -> None:
         self.queues.setdefault(stream or self.current, deque()).append((run, ready))
@@ -131,17 +130,16 @@ def installed(machine: Machine) -> Iterator[None]:
     class Signals:
         def __init__(self, group: Any, device: torch.device) -> None:
             self.rank = machine.current[0]
-            self.which, machine.lanes[self.rank] = machine.lanes[self.rank], machine.lanes[self.rank] + 1
 
         def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
             def run() -> None:
                 for other in ranks:
-                    machine.told[self.which, what, self.rank, other] = count
+                    machine.told[what, self.rank, other] = count
 
             machine.give(run)
 
         def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
-            whose = [(self.which, what, other, self.rank) for other in ranks]
+            whose = [(what, other, self.rank) for other in ranks]
             machine.give(lambda: None, lambda: all(machine.told[key] >= count for key in whose))
 
     def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -152,7 +150,7 @@ def installed(machine: Machine) -> Iterator[None]:
     def put_off(kernel: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args, **options: machine.give(lambda: kernel(*args, **options))
 
-    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (lanes, pull, ring, transport)]
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (pull, ring, transport)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", put_off(block_backward)), (pull, "settle", lambda device: None)]
     fakes += [

@@ -11,9 +11,9 @@ from kernels.segments import ascending_runs, check_segments, num_rows, positions
 from parallel import Layout
 from parallel.layout import KINDS, cut
 from parallel.plan import GRAIN, make_plan
-from parallel.transport import FEW_BYTES, blocks_per_step
+from parallel.transport import STEP_BYTES, blocks_per_step
 
-LONG = FEW_BYTES + 1
+LONG = STEP_BYTES // 2 + 1
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [
     Layout(kind, length, ranks, ulysses)
@@ -133,15 +133,15 @@ def one_each(ranks: int) -> tuple[int, ...]:
 
 
 def doubling(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 0, False)
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, False)
 
 
 def halving(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 0, True)
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, True)
 
 
 def at_once(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 0, False)
+    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 1, False)
 
 
 def test_steps_double_where_blocks_are_short() -> None:
@@ -157,6 +157,7 @@ def test_steps_double_where_blocks_are_short() -> None:
     )
     for kind, by, causal, nbytes in each:
         assert blocks_per_step(by, Layout(kind, 8, 8), causal, nbytes, False) == (1,) * 7
+    assert blocks_per_step("pull", Layout("zigzag", 8, 8), True, LONG - 1, False) == (1, 2, 2, 2)  # as memory allows
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 6, 8, 13])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from parallel import Layout
-from parallel.lanes import LEAST, num_lanes
 from parallel.packed import unpack
 from parallel.pull import copy, in_large
 from parallel.ring import halves
@@ -53,8 +52,6 @@ def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
         Case("all-padding", heads=gqa, mask=dict(causal=True, documents=packed(-37)), sinks=True),
         Case("prefix", heads=mqa, mask=dict(causal=True, prefix=15), options=everything),
         Case("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
-        Case("lanes", length=41, heads=gqa, mask=dict(causal=True), sinks=True, options=everything, lanes=2),
-        Case("lanes-parts", length=45, heads=mha, widths=(16, 24), mask=dict(window=9), part_bytes=0, lanes=2, batch=2),
         Case("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
     ]
     return [replace(case, kind=kind, ring=ring, ulysses=ulysses) for case in plain]
@@ -116,22 +113,6 @@ def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) 
     assert {x.dtype for x in in_large(place, heads)} == {torch.complex128 if large else torch.bfloat16}
     copy([place], [heads])
     assert torch.equal(place, heads)
-
-
-def test_two_lanes_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RINGSPAN_LANES", raising=False)
-    assert num_lanes(pulled=True, kv_heads=2, parts=1, operations=LEAST) == 2
-    assert num_lanes(pulled=True, kv_heads=12, parts=4, operations=LEAST) == 1  # two lanes' parts would be larger
-    assert num_lanes(pulled=True, kv_heads=9, parts=1, operations=LEAST) == 1
-    assert num_lanes(pulled=True, kv_heads=8, parts=4, operations=LEAST) == 2
-    assert num_lanes(pulled=True, kv_heads=8, parts=1, operations=LEAST - 1) == 1
-    assert num_lanes(pulled=False, kv_heads=8, parts=1, operations=LEAST) == 1
-    monkeypatch.setenv("RINGSPAN_LANES", "2")
-    assert num_lanes(pulled=False, kv_heads=8, parts=4, operations=0) == 2
-    assert num_lanes(pulled=True, kv_heads=1, parts=1, operations=LEAST) == 1
-    monkeypatch.setenv("RINGSPAN_LANES", "3")
-    with pytest.raises(ValueError, match="leave it unset"):
-        num_lanes(pulled=True, kv_heads=8, parts=1, operations=LEAST)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])

@@ -1,6 +1,5 @@
 """What the ranks of a pool are told to do. Every function runs on every rank."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ class Case:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
-    lanes: int = 0  # 0: as the ring chooses
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -44,8 +42,7 @@ class Case:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """What no argument says."""
-        lanes = {"RINGSPAN_LANES": str(self.lanes or "")}
-        with patch.object(transport, "PART_BYTES", self.part_bytes), patch.dict(os.environ, lanes):
+        with patch.object(transport, "PART_BYTES", self.part_bytes):
             yield
 
 

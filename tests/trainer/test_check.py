@@ -213,14 +213,22 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
     plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
     mover = Messages(Pair(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), movers=[mover], head_start=0, backend="chunked")
+    options = dict(mask=Mask(), mover=mover, head_start=0, backend="chunked")
     found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
     planned = 3 * q.nbytes + footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     end = 2 * k.nbytes if ring == 2 else 0  # a ring of two has the most when dk and dv are made, at its end
     assert planned <= found <= 1.01 * (planned + end)
 
 
-@pytest.mark.parametrize("ring, batch, part_bytes", [(2, 1, 2**28), (4, 1, 2**28), (4, 2, 1)])
+@pytest.mark.parametrize("ring", range(2, 18))
+def test_steps_are_those_of_a_pull(ring: int) -> None:
+    assert footprint_module.STEP_BYTES == transport.STEP_BYTES
+    for nbytes in (1, 2**26, 2**27 + 1, 2**28, 2**28 + 1, 2**31):
+        blocks = transport.blocks_per_step("pull", Layout("zigzag", ring, ring), True, nbytes, False)
+        assert footprint_module._steps(ring, nbytes) == (max(blocks), len(blocks))
+
+
+@pytest.mark.parametrize("ring, batch, part_bytes", [(2, 1, 2**28), (4, 1, 2**28), (4, 2, 1), (8, 1, 2**28)])
 def test_what_is_shown_is_what_a_pull_makes_room_for(
     ring: int, batch: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,10 +250,11 @@ def test_what_is_shown_is_what_a_pull_makes_room_for(
     monkeypatch.setattr(pull, "shown_by", lambda *_: shown)
     monkeypatch.setattr(pull, "copy", lambda *_: None)
     rows, heads, width = 256, 4, 32
-    plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
+    layout = Layout("contiguous", rows * ring, ring)
+    plan = make_plan(layout, Mask(), 1, transport.blocks_per_step("pull", layout, False, 4 * rows * heads * 2 * width, True))
     pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), movers=[pull.Pull(pair, plan, torch.device("cpu"), lane=0)], head_start=0, backend="chunked")
+    options = dict(mask=Mask(), mover=pull.Pull(pair, plan, torch.device("cpu")), head_start=0, backend="chunked")
     ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options)
     assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4)
 
