@@ -118,6 +118,7 @@ def ring_backward(
     home = Homeward(mover, mine, num_parts(mover.plan, k, v))
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
+            home.follow()
             own_block(first, add="dq")
             home.begin(mine[own.num_keys :], mine[second[1], :, second[0]])
             continue
@@ -129,7 +130,8 @@ def ring_backward(
     # no memory is taken for them before here
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    home.close()
+    home.settle()
+    home.follow()
     own_block(second, add=True)
     free, last = halves(mine.shape[2], own.num_keys, end=len(mine))
     home.finish(free, last, dk, dv)

@@ -162,9 +162,12 @@ class Homeward:
         self.turn = 0
         self.coming: Arrival | None = None
         self.sums = Beside(mine.device, "sums", priority=0)
-        self.sums.follow()
         self.summed: Transfer = lambda: None
         self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for
+
+    def follow(self) -> None:
+        """Right before a kernel that small work is to stand beside: it then waits for all that came before, and comes later."""
+        self.sums.follow()
 
     def begin(self, *zeros: Tensor) -> None:
         """Given behind the first kernel that writes to `mine`: zeros where it does not, for all that is added there."""
@@ -199,11 +202,6 @@ class Homeward:
         """Kernels from here on see the sums that have begun."""
         self.summed()
         self.held = None
-
-    def close(self) -> None:
-        """Before the last kernel: what is handed on beside it waits for all that came before."""
-        self.settle()
-        self.sums.follow()
 
     def finish(self, free: Region, last: Region, dk: Tensor, dv: Tensor) -> None:
         """dk and dv. The last kernel, which is at work, writes to one region of `mine`; the free one is handed on beside it."""
