@@ -12,6 +12,7 @@ tile is written. The producer works out where a tile is and what it sees, and le
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,7 +40,7 @@ from .hopper_common import (
     without_padding,
 )
 from .hopper_tiles import tiles_for
-from .launches import Known, Launch, new_counter
+from .launches import Known, Launch
 from .mask import Bounds
 from .triton_common import (
     ANY_SIZE,
@@ -338,4 +339,4 @@ def tensors_of(
 ) -> dict[str, Any]:
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
-    return tensors | dict(mask=mask_argument(bounds), taken=new_counter(q.device))
+    return tensors | dict(mask=mask_argument(bounds), taken=torch.zeros((), dtype=torch.int32, device=q.device))

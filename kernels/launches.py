@@ -84,22 +84,6 @@ class Launch:
         return known
 
 
-def new_counter(device: torch.device) -> Tensor:
-    """A 0 that one kernel, on the current stream, may count in.
-
-    They are made many at a time: to make one takes longer than all else that stands between two kernels.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph that runs again counts from 0 again
-        return torch.zeros((), dtype=torch.int32, device=device)
-    left = _counters.setdefault((device, torch._C._cuda_getCurrentRawStream(device.index)), [])
-    if not left:
-        left.extend(torch.zeros(1024, dtype=torch.int32, device=device)[::4].unbind())  # at addresses that 16 divides
-    return left.pop()
-
-
-_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
-
-
 def _looks(given: Iterable[Any]) -> list[Any]:
     """What can be seen of tensors from outside, and of each only what arguments and compiling can depend on."""
     return [

@@ -6,7 +6,8 @@ The ring tells a mover what its plan says, and the mover knows how:
     home = Homeward(mover, mine)                          takes dK/dV of a block back to its owner, who adds them up
 
 - `p2p`: one grouped call a step, straight from each owner.
-- `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only.
+- `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. Short blocks
+  come several in a step (`blocks_per_step`).
 - `all_gather`, `pull_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
   for short shards, at the price of memory for all the rows, and of transfers that only the own block hides.
 
@@ -94,7 +95,7 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, b
         return (1,) * others
     left, blocks = others, list[int]()
     while left:
-        blocks.append(min(2 ** len(blocks), left, max(1, STEP_BYTES // nbytes)))
+        blocks.append(min(2 ** len(blocks), left, max(1, STEP_BYTES // max(1, nbytes))))
         left -= blocks[-1]
     return tuple(reversed(blocks) if backward else blocks)
 
