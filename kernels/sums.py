@@ -1,10 +1,10 @@
 """The end of a ring's backward: what was added up in fp32, and what came last, become dk and dv in one pass over memory."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import choose_backend
 from .launches import Arguments, Launch
 from .triton_common import ANY_SIZE, head_offset, is_aligned, load_tile, store_tile
 
@@ -32,12 +32,15 @@ def sum_and_cast(
     store_tile(dv + head_offset(b, h, dv_strides), value, row, dv_strides, row < rows, DV, BLOCK_DV, False)
 
 
-def finish_gradients(total: Tensor, more: Tensor, first: int, first_head: int, dk: Tensor, dv: Tensor) -> None:
+def finish_gradients(
+    total: Tensor, more: Tensor, first: int, first_head: int, dk: Tensor, dv: Tensor, backend: str = "auto"
+) -> None:
     """dk and dv (B, rows, heads, D) become `total`, plus `more` from a row and a head of it on.
 
     Both sums are (rows, B, heads, D + Dv), with dK and dV side by side. What is in `total` is lost.
     """
-    if total.is_cuda and total.dtype == torch.float32 and dk.shape[3] % 8 == 0 and all(map(is_aligned, (total, more, dk, dv))):
+    readable = dk.shape[3] % 8 == 0 and all(map(is_aligned, (total, more, dk, dv)))
+    if readable and total.is_cuda and choose_backend(backend, dk, dv) in ("triton", "hopper"):
         launch(total, more, first, first_head, dk, dv)()
         return
     total[first : first + more.shape[0], :, first_head : first_head + more.shape[2]] += more

@@ -70,6 +70,15 @@ class Beside:
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 
 
+def wait_for_all(device: torch.device) -> None:
+    """After an error: the current stream waits for all that stand beside it."""
+    if device.type == "cuda":
+        caller = current_stream(device)
+        for (whose, _), stream in _streams.items():
+            if whose == caller:
+                caller.wait_stream(stream)
+
+
 class _There:
     """torch.cuda.stream, without asking at length where we are."""
 

@@ -32,9 +32,6 @@ class Mover(ABC):
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
         """Gradients of others' rows go out of `part`; those of mine come into `into`, reader after reader."""
 
-    def abandon(self) -> None:  # noqa: B027  most have nothing to do
-        """After an error: the current stream waits for what is still on its way into this call's memory."""
-
 
 class Alone(Mover):
     """A ring of one rank: nobody takes anything, and nothing comes."""

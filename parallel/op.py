@@ -21,13 +21,13 @@ from kernels.mask import Bounds
 
 from . import progress
 from .agree import agree, refuse
-from .beside import on_device
+from .beside import on_device, wait_for_all
 from .groups import Pair, by_name, pair_of
 from .layout import Layout
 from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import PULLED, TRANSPORTS, blocks_per_step, choose_transport, make_mover
+from .transport import PULLED, TRANSPORTS, blocks_per_step, bytes_of_gradients, choose_transport, make_mover
 
 
 def ring_attention(
@@ -160,7 +160,7 @@ class Call:
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.mover: Mover
         self.pair: Pair | None
-        self.on_gpu = q.is_cuda
+        self.device = q.device
 
         def describe() -> dict[str, Any]:
             """What has to be the same on every rank."""
@@ -175,9 +175,11 @@ class Call:
             agree(everyone, q.device, describe)
         if n.ranks > 1:
             pair = pair_of(by_name(group), q.device)
-            which = k.nbytes + v.nbytes, what == "ring backward"
-            moves_by = choose_transport(transport, pair, q.device, *which)
-            plan = make_plan(layout, known, n.rank, blocks_per_step(moves_by, layout, n.known_right == 0, *which))
+            backward = what == "ring backward"
+            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, backward)
+            gradients = bytes_of_gradients(k.shape[1], k, v)
+            blocks = blocks_per_step(moves_by, layout, n.known_right == 0, gradients, k.shape[2], backward)
+            plan = make_plan(layout, known, n.rank, blocks)
             self.mover = make_mover(moves_by, pair, plan, q.device)
             self.pair, self.pulls = pair, moves_by in PULLED
         else:
@@ -190,8 +192,8 @@ class Call:
     def __exit__(self, error: type | None, *_: Any) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if error is not None:
-            self.mover.abandon()
-        elif self.pair is not None and self.on_gpu:
+            wait_for_all(self.device)  # what is still on its way into this call's memory, or adds up there
+        elif self.pair is not None and self.device.type == "cuda":
             progress.expect(self.pair.others, self.pair.seconds, end=self.pulls)
 
 

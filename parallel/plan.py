@@ -52,7 +52,11 @@ class Step:
 class Plan(NamedTuple):
     steps: list[Step]  # the own block first
     gives: list[list[Piece]]  # for each step, which of this rank's rows others take
-    most_keys: int  # rows of the largest block of any rank
+    most_keys: int  # rows that a step of any rank has at most; whatever the documents are
+
+
+Between = tuple[int, int, int, int]  # reader, its segment, owner, its segment
+Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
 
 
 def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = ()) -> Plan:
@@ -65,31 +69,39 @@ def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = (
     first_keys = None if prefix is None else tuple(prefix.tolist())
     if starts is None or ends is None:
         return _plan(layout, left, right, first_keys, rank, blocks)
-    plans = _plans_of_documents.setdefault(starts, {})
-    key = layout, left, right, first_keys, rank, blocks
-    if key not in plans:
-        plans[key] = _plan_of(layout, known, rank, blocks)
-    return plans[key]
+    found = _found_for_documents.setdefault(starts, {})
+    rule = layout, left, right, first_keys
+    if rule not in found:
+        found[rule] = _visible_rows(layout, known)
+    if (*rule, rank, blocks) not in found:
+        # Room for other documents too: to make more for those of another batch, all ranks would have to stop.
+        room = layout.local_length * max((1, *blocks))
+        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room)
+    return found[*rule, rank, blocks]
 
 
-_plans_of_documents = WeakTensorKeyDictionary()  # by the tensor itself, which every layer of a step shares
+# By the tensor itself, which every layer of a step shares: who sees whom, and plans.
+_found_for_documents = WeakTensorKeyDictionary()
 
 
 @lru_cache(maxsize=256)
 def _plan(
     layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
 ) -> Plan:
+    return _plan_of(layout, _seen(layout, left, right, first_keys), rank, blocks, layout.local_length)
+
+
+@lru_cache(maxsize=256)
+def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None) -> dict[Between, Run]:
     prefix = None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32)
-    return _plan_of(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)), rank, blocks)
+    return _visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
 
 
-def _plan_of(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...]) -> Plan:
-    seen = _visible_rows(layout, mask)
+def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], most_keys: int) -> Plan:
     ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
     assert ends[-1] == layout.ranks, f"{blocks} are the blocks of {ends[-1] - 1} others, not of {layout.ranks - 1}"
     mine: list[Step] = [_own_block(layout, rank)]
     gives: list[list[Piece]] = [[]]
-    most_keys = layout.local_length
     for shifts in starmap(range, pairwise(ends)):
         steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in shifts], seen) for reader in range(layout.ranks)]
         if not any(step.pieces for step in steps):
@@ -109,10 +121,9 @@ def _own_block(layout: Layout, rank: int) -> Step:
 
 
 GRAIN = 16  # rows. Kernels are compiled again for numbers that 16 does not divide, and documents end anywhere
-Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
 
 
-def _step(layout: Layout, reader: int, owners: list[int], seen: dict[tuple[int, int, int, int], Run]) -> Step:
+def _step(layout: Layout, reader: int, owners: list[int], seen: dict[Between, Run]) -> Step:
     first, end = layout.local_length, 0
     found: list[tuple[Segment, int, slice]] = []  # where keys stand, whose they are, which rows
     for owner in owners:
@@ -145,7 +156,7 @@ def _step(layout: Layout, reader: int, owners: list[int], seen: dict[tuple[int, 
     return Step(slice(first, end), cut(layout.segments(reader), first, end), pieces, [item[0] for item in found])
 
 
-def _visible_rows(layout: Layout, mask: Mask) -> dict[tuple[int, int, int, int], Run]:
+def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, Run]:
     """(reader, its segment, owner, its segment) → who sees whom; pairs that see nothing are left out."""
     names = [(rank, i) for rank in range(layout.ranks) for i in range(len(layout.segments(rank)))]
     segments = [segment for rank in range(layout.ranks) for segment in layout.segments(rank)]

@@ -156,10 +156,6 @@ class Pull(Mover):
             signals.tell(TAKEN, shown.given, readers)
         return self._watched(self.home, "dK/dV", readers, index)
 
-    def abandon(self) -> None:
-        for beside in (self.copies, self.home):
-            beside.done()()
-
     def _watched(self, beside: Beside, what: str, ranks: tuple[int, ...], index: int) -> Transfer:
         """A signal that never comes would hold up whatever the host waits for next, which need not be the end of this call."""
         event = beside.mark()

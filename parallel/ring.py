@@ -115,7 +115,7 @@ def ring_backward(
         block(own, k, v, mine[keys, :, some], some, keys, add)
 
     first, second = halves(mine.shape[2], own.num_keys, end=own.num_keys)
-    home = Homeward(mover, mine, num_parts(mover.plan, k, v))
+    home = Homeward(mover, mine, num_parts(mover.plan, k, v), options["backend"])
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
@@ -127,10 +127,10 @@ def ring_backward(
             if step.pieces:
                 block(step, k_block, v_block, part, some, slice(0, step.num_keys), add="dq")
             home.send(index, some, part)
+    home.settle()
     # no memory is taken for them before here
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    home.settle()
     home.follow()
     own_block(second, add=True)
     free, last = halves(mine.shape[2], own.num_keys, end=len(mine))

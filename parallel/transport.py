@@ -6,15 +6,15 @@ The ring tells a mover what its plan says, and the mover knows how:
     home = Homeward(mover, mine)                          takes dK/dV of a block back to its owner, who adds them up
 
 - `p2p`: one grouped call a step, straight from each owner.
-- `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. Short blocks
-  come several in a step (`blocks_per_step`).
+- `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. A step takes
+  several blocks where it can (`blocks_per_step`).
 - `all_gather`, `pull_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
   for short shards, at the price of memory for all the rows, and of transfers that only the own block hides.
 
 dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
 it in fp32 beside the next kernel, in an order that never changes. So no kernel waits for a hop, a late rank holds up nobody
-in between, and only rows that somebody saw are sent; the price is one more addition in memory. Blocks of many bytes go in
-parts of some KV heads, up to four: three of them are there to go out and two to come in at most, little more than a block.
+in between, and only rows that somebody saw are sent; the price is one more addition in memory. Steps of many bytes go in
+parts of some KV heads, up to four: three of them are there to go out and two to come in at most, little more than a step.
 """
 
 import functools
@@ -53,8 +53,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-STEP_BYTES = 2**29  # K/V that one step of a pull may take, where it takes more than one block
-PART_BYTES = 2**28  # a block's dK/dV above this travel in up to four parts
+PART_BYTES = 2**28  # a step's dK/dV above this travel in up to four parts
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
@@ -80,12 +79,12 @@ def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
     print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
-def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, backward: bool) -> tuple[int, ...]:
-    """How many others' blocks each step takes.
+def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int, backward: bool) -> tuple[int, ...]:
+    """How many others' blocks each step takes, if dK/dV of one are so many bytes and have so many heads.
 
-    Each step of a pull takes twice as many as the one before, which hides their transfer, as far as memory is meant for them:
-    1, 2, 4, … So there are fewer kernels, of which each has a last wave, and the host has less to give, which is late where
-    blocks are short. In the backward it is the other way round, as gradients go home behind what follows.
+    Each step of a pull takes twice as many as the one before, whose kernel their transfer is beside: 1, 2, 4, … So there are
+    fewer kernels, of which each has a last wave, and the host has less to give, which is late where blocks are short. In the
+    backward it is the other way round, as gradients go home behind what follows. No more than travel in as many parts as one.
     """
     others = layout.ranks - 1
     if transport in AT_ONCE:
@@ -93,9 +92,10 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, b
     one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
     if transport not in PULLED or not one_kernel:
         return (1,) * others
+    most = max(1, PART_BYTES * _parts(nbytes, heads) // max(1, nbytes))
     left, blocks = others, list[int]()
     while left:
-        blocks.append(min(2 ** len(blocks), left, max(1, STEP_BYTES // max(1, nbytes))))
+        blocks.append(min(2 ** len(blocks), left, most))
         left -= blocks[-1]
     return tuple(reversed(blocks) if backward else blocks)
 
@@ -109,9 +109,17 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> 
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
-    """How many parts, of some KV heads each, a block's dK/dV are sent in: more take more kernels, and less memory."""
-    numbers = plan.most_keys * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    return math.gcd(k.shape[2], 4) if numbers * accumulation_dtype(k.dtype).itemsize > PART_BYTES else 1
+    """How many parts, of some KV heads each, a step's dK/dV are sent in: more take more kernels, and less memory."""
+    return _parts(bytes_of_gradients(plan.most_keys, k, v), k.shape[2])
+
+
+def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
+    """Of dK/dV of so many rows, as they travel."""
+    return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * accumulation_dtype(k.dtype).itemsize
+
+
+def _parts(nbytes: int, heads: int) -> int:
+    return math.gcd(heads, 4) if nbytes > PART_BYTES else 1
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
@@ -157,8 +165,9 @@ class Homeward:
     the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
     """
 
-    def __init__(self, mover: Mover, mine: Tensor, parts: int) -> None:
+    def __init__(self, mover: Mover, mine: Tensor, parts: int, backend: str) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
+        self.backend = backend
         self.parts = parts  # that its heads are sent in
         self.turn = 0
         self.coming: Arrival | None = None
@@ -225,7 +234,7 @@ class Homeward:
             self.mine[piece, :, heads].add_(more)
         dk, dv = (grad[:, all_rows, all_heads] for grad in grads)
         at = rows.start - all_rows.start, heads.start - all_heads.start
-        finish_gradients(self.mine[all_rows, :, all_heads], last, *at, dk, dv)
+        finish_gradients(self.mine[all_rows, :, all_heads], last, *at, dk, dv, self.backend)
 
     def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
         """Rows of mine, and what is to be added to them."""

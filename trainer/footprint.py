@@ -24,7 +24,7 @@ GIB = 2**30
 RESERVE = 0.08
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
-PART_BYTES, STEP_BYTES = 2**28, 2**29  # parallel.transport
+PART_BYTES = 2**28  # parallel.transport
 
 
 @dataclass
@@ -91,8 +91,9 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
         checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
-    if ring > 1 and gpu:  # pulled, as on one host; over several there is a little less
-        always["K, V and gradients shown to other ranks"] = shown(n * ulysses, kv_heads, 2 * width, ring, b)
+    doubling = config.parallel.layout != "striped"  # the layouts whose steps may take several blocks
+    if ring > 1 and gpu:  # pulled, as on one host
+        always["K, V and gradients shown to other ranks"] = shown(n * ulysses, kv_heads, 2 * width, ring, b, doubling)
 
     base = list(always)
     always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
@@ -106,7 +107,9 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
     backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        backward_attention += on_their_way(config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b, pulled=gpu)
+        of_ring = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
+        sent = on_their_way(*of_ring) - always.get("K, V and gradients shown to other ranks", 0)  # over several hosts
+        backward_attention += max(sent, on_their_way(*of_ring, gpu, doubling))
     if ulysses > 1:
         backward_attention += b * n * (2 * heads + 2 * kv)
     weight_gradients = b * layer if engine.zero else 0
@@ -155,41 +158,44 @@ def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str
     )
 
 
-def on_their_way(batch: int, rows: int, heads: int, width: int, ring: int, b: int, pulled: bool = False) -> float:
+def on_their_way(
+    batch: int, rows: int, heads: int, width: int, ring: int, b: int, pulled: bool = False, doubling: bool = False
+) -> float:
     """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
 
     `rows` counts those of all sequences of the batch. Messages go straight out of one sequence's K/V; several are copied first.
     Where blocks are pulled, what goes out is `shown` in memory that is always there.
     """
     numbers = rows * heads * width
-    largest, steps = _steps(ring, b * numbers) if pulled else (1, ring - 1)
+    largest, steps = _steps(ring, numbers, heads, pulled and doubling)
     blocks = largest * min(2, steps) + (batch > 1 and not pulled)  # in use and coming in, and what others take
-    parts = _parts(largest * numbers, heads)
+    parts = _parts(numbers, heads)
     sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
     return blocks * b * numbers + sums * 4 * largest * numbers / parts
 
 
-def shown(rows: int, heads: int, width: int, ring: int, b: int) -> float:
+def shown(rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
     """A copy of K/V and two parts of dK/dV, in the memory that the GPUs of a host pull from."""
     numbers = rows * heads * width
-    largest, steps = _steps(ring, b * numbers)
-    parts = _parts(largest * numbers, heads)
+    largest, steps = _steps(ring, numbers, heads, doubling)
+    parts = _parts(numbers, heads)
     return b * numbers + min(2, parts * steps) * 4 * largest * numbers / parts
 
 
-def _steps(ring: int, nbytes: float) -> tuple[int, int]:
-    """How many blocks the largest step of a pull takes, and how many steps there are (parallel.transport.blocks_per_step)."""
+def _steps(ring: int, numbers: int, heads: int, doubling: bool) -> tuple[int, int]:
+    """How many blocks the largest step takes, and how many steps there are (parallel.transport.blocks_per_step)."""
+    most = max(1, PART_BYTES * _parts(numbers, heads) // (4 * numbers)) if doubling else 1
     largest, steps, left = 0, 0, ring - 1
     while left:
-        blocks = min(2**steps, left, max(1, int(STEP_BYTES // nbytes)))
+        blocks = min(2**steps, left, most)
         largest, steps, left = max(largest, blocks), steps + 1, left - blocks
     return largest, steps
 
 
 def _parts(numbers: int, heads: int) -> int:
-    most = 4 if 4 * numbers > PART_BYTES else 1
-    return max(n for n in (1, 2, 4) if heads % n == 0 and n <= most)
+    """A block's dK/dV go in as many parts, and a larger step's in no more."""
+    return math.gcd(heads, 4) if 4 * numbers > PART_BYTES else 1
 
 
 def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:

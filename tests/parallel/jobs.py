@@ -214,8 +214,9 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
 
         in_pools = pooled_bytes()
     found = {name: value + in_pools for name, value in found.items()}
-    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one
-    forward = 5 * x + 2 * x + stats + 6 * x
+    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one, and where
+    # dK/dV are pulled from a quarter of two of them
+    forward = 5 * x + 2 * x + stats + 6 * x + (2 * x if transport == "pull" else 0)
     backward = 5 * x + 3 * x + 2 * x + 2 * 4 * x + 2 * stats + 6 * x
     return found, {"forward": forward, "backward": backward}
 
@@ -371,27 +372,33 @@ def stall_before_backward(rank_that: int) -> None:
     out.sum().backward()
 
 
-def plans_made(given: dict[str, Any]) -> int:
-    """How many plans three layers, forward and backward, make of one mask."""
+def looked_at(given: dict[str, Any]) -> tuple[int, int]:
+    """How often three layers, there and back, work out who sees whom under one mask, and how many plans they make of it."""
     layout = Layout("zigzag", 16, dist.get_world_size())
-    mask, made = make_mask(given), 0
-    plan_of = plan._plan_of
+    mask, made = make_mask(given), {"_visible_rows": 0, "_plan_of": 0}
+    right = {name: getattr(plan, name) for name in made}
 
-    def counting(*args: Any) -> Any:
-        nonlocal made
-        made += 1
-        return plan_of(*args)
+    def counted(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            made[name] += 1
+            return right[name](*args)
 
-    plan._plan_of = counting
+        return call
+
+    for name in made:
+        setattr(plan, name, counted(name))
     plan._plan.cache_clear()
+    plan._seen.cache_clear()
     try:
         x = torch.randn(1, layout.local_length, 2, 16, requires_grad=True)
-        for _ in range(3):
-            x = ring_attention(x, x, x, mask, layout=layout)
-        x.sum().backward()
+        with installed():
+            for _ in range(3):
+                x = ring_attention(x, x, x, mask, layout=layout, transport="pull")
+            x.sum().backward()
     finally:
-        plan._plan_of = plan_of
-    return made
+        for name, function in right.items():
+            setattr(plan, name, function)
+    return made["_visible_rows"], made["_plan_of"]
 
 
 def refused(**changes: Any) -> None:

@@ -11,9 +11,8 @@ from kernels.segments import ascending_runs, check_segments, num_rows, positions
 from parallel import Layout
 from parallel.layout import KINDS, cut
 from parallel.plan import GRAIN, make_plan
-from parallel.transport import STEP_BYTES, blocks_per_step
+from parallel.transport import PART_BYTES, blocks_per_step
 
-LONG = STEP_BYTES // 2 + 1
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [
     Layout(kind, length, ranks, ulysses)
@@ -133,15 +132,15 @@ def one_each(ranks: int) -> tuple[int, ...]:
 
 
 def doubling(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, False)
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, 8, False)
 
 
 def halving(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, True)
+    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, 8, True)
 
 
 def at_once(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 1, False)
+    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 1, 8, False)
 
 
 def test_steps_double_where_blocks_are_short() -> None:
@@ -149,15 +148,30 @@ def test_steps_double_where_blocks_are_short() -> None:
     assert [there for there, _, _ in found] == [(1,), (1, 1), (1, 2), (1, 2, 2), (1, 2, 4)]
     assert [back for _, back, _ in found] == [(1,), (1, 1), (2, 1), (2, 2, 1), (4, 2, 1)]
     assert [all_others for _, _, all_others in found] == [(1,), (2,), (3,), (5,), (7,)]
-    each = (
-        ("striped", "pull", True, 0),
-        ("zigzag", "pull", False, 0),
-        ("zigzag", "p2p", True, 0),
-        ("zigzag", "pull", True, LONG),
-    )
-    for kind, by, causal, nbytes in each:
-        assert blocks_per_step(by, Layout(kind, 8, 8), causal, nbytes, False) == (1,) * 7
-    assert blocks_per_step("pull", Layout("zigzag", 8, 8), True, LONG - 1, False) == (1, 2, 2, 2)  # as memory allows
+    for kind, by, causal in (("striped", "pull", True), ("zigzag", "pull", False), ("zigzag", "p2p", True)):
+        assert blocks_per_step(by, Layout(kind, 8, 8), causal, 1, 8, False) == (1,) * 7
+
+
+@pytest.mark.parametrize(
+    "nbytes, heads, blocks",
+    [
+        (PART_BYTES // 2, 8, (1, 2, 2, 2)),
+        (PART_BYTES, 8, (1,) * 7),  # two would travel in four parts
+        (PART_BYTES * 2, 8, (1, 2, 2, 2)),  # one travels in four parts, and so do two
+        (PART_BYTES * 2, 2, (1,) * 7),  # one travels in two parts, which two would make larger
+        (PART_BYTES // 4, 1, (1, 2, 4)),
+    ],
+)
+def test_larger_steps_go_in_as_many_parts_as_a_block(nbytes: int, heads: int, blocks: tuple[int, ...]) -> None:
+    assert blocks_per_step("pull", Layout("zigzag", 8, 8), True, nbytes, heads, False) == blocks
+
+
+def test_room_for_gradients_is_the_same_for_all_documents() -> None:
+    """To make more in the middle of a run all ranks would have to stop."""
+    layout = Layout("zigzag", 1024, 8)
+    for blocks in (one_each(8), doubling(8), halving(8)):
+        masks = [Mask.from_lengths(lengths, causal=True) for lengths in ([1024], [300, 724], [37] * 27 + [25], [1000, 24])]
+        assert {make_plan(layout, mask, 3, blocks).most_keys for mask in masks} == {128 * max(blocks, default=1)}
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 6, 8, 13])

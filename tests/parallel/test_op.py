@@ -147,7 +147,8 @@ def test_auto_says_what_it_chose_once(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, documents=[0] * 7 + [1] * 9)], ids=["causal", "documents"])
 def test_a_mask_is_planned_once_for_all_layers(mask: dict, pools) -> None:
-    assert pools(2)(jobs.plans_made, mask) == [1, 1]
+    """The backward's steps are other ones from four ranks on, made of the same."""
+    assert pools(4)(jobs.looked_at, mask) == [(1, 2)] * 4
 
 
 class _Group:

@@ -38,12 +38,13 @@ class Sequence(NamedTuple):
 
 
 EVEN = Sequence("zigzag", 4, 0, 1, (2, 2), (16, 16))
+FOUR = Sequence("zigzag", 4, 0, 1, (4, 4), (16, 16))  # where a part may have 2048 bytes, two blocks in four parts
 ODD = Sequence("contiguous", 3, 1, 2, (2, 1), (16, 24))  # halves are of keys
 HALF = Sequence("zigzag", 4, 1, 1, (4, 2), (16, 16), torch.bfloat16)  # sums are in another dtype than results
 UNEVEN = Sequence("contiguous", 3, 1, 2, (6, 3), (16, 24))  # halves of one KV head, and of two
 
 
-def wrong_by(sequence: Sequence, ranks: int, seed: int, by: str) -> float:
+def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str) -> float:
     """Of three forwards in a row with different inputs, and of three more with their backwards."""
     inputs = sequence.inputs(ranks, seed)
     machine, mask, layout = Machine(ranks, seed), Mask(causal=True), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
@@ -52,7 +53,9 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, by: str) -> float:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, mask, scale=0.25, backend="reference")
         expected += [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    ways = [transport.blocks_per_step(by, layout, True, 1, backward) for backward in (False, True)]
+    _, k, v, _ = (layout.shard(x, 1, 0) for x in inputs[0])
+    nbytes = transport.bytes_of_gradients(k.shape[1], k, v)
+    ways = [transport.blocks_per_step(steps_of, layout, True, nbytes, k.shape[2], backward) for backward in (False, True)]
     plans = [[make_plan(layout, mask, rank, blocks) for blocks in ways] for rank in range(ranks)]
     shards = [[[layout.shard(x, 1, rank).contiguous() for x in given] for given in inputs] for rank in range(ranks)]
     results: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
@@ -78,15 +81,12 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, by: str) -> float:
     return max(float(gap.abs().nan_to_num(torch.inf).max()) for gap in gaps)
 
 
-@pytest.mark.parametrize(
-    "by, step_bytes", [("pull", 1), ("pull", 2**29), ("pull_all", 1)], ids=["pull", "doubling", "pull_all"]
-)
-@pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (6, 2**28)])
-@pytest.mark.parametrize("sequence", [EVEN, ODD, UNEVEN, HALF])
+@pytest.mark.parametrize("steps_of", ["p2p", "pull", "pull_all"])
+@pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (4, 2048), (6, 2**28)])
+@pytest.mark.parametrize("sequence", [EVEN, FOUR, ODD, UNEVEN, HALF])
 def test_any_order_is_right(
-    sequence: Sequence, ranks: int, part_bytes: int, by: str, step_bytes: int, monkeypatch: pytest.MonkeyPatch
+    sequence: Sequence, ranks: int, part_bytes: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(transport, "STEP_BYTES", step_bytes)
     for seed in range(12 if sequence is EVEN else 4):
-        assert wrong_by(sequence, ranks, seed, by) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
+        assert wrong_by(sequence, ranks, seed, steps_of) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
