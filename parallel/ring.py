@@ -8,7 +8,7 @@ device computes, on any number of ranks. While a block is used the next one trav
 home (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where its rows stand.
 
 In the backward half of the own block stands at the beginning, and the other half at the end: the first K/V come while one is
-computed, the last gradients go home behind the other, so that no kernel waits for either.
+computed, the last gradients go home behind the other, so that kernels need not wait for either.
 """
 
 from typing import Any

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from kernels import Mask, compat, hopper_backward, hopper_forward
+from kernels import Mask, compat, hopper_backward, hopper_forward, sums
 from kernels.block import Block, Gradients
 from kernels.launches import Launch
 from kernels.triton_backward import backward_launches
@@ -43,6 +43,7 @@ KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkd
 NAMED = [
     f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
 ]
+NAMED += [f"{chip}/{name}/sum_and_cast" for chip in CHIPS for name in EVERYWHERE]
 NAMED += [f"hopper/{name}/attention_forward" for name in GLUON]
 NAMED += [f"hopper/{name}/attention_backward" for name in GLUON]
 # Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
@@ -121,6 +122,9 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     yield from forward_launches(block, carry, out, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
     yield from backward_launches(block, Gradients(out, lse, lse, *grads), carry is not None, backward)
+    if not gluon and name in EVERYWHERE:
+        total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
+        yield sums.launch(total, total[:2048], 2048, 0, k, v)
 
 
 def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:
@@ -135,7 +139,8 @@ def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) 
         found.append(f"spills above {most}")
     if "serialized" in kernel["log"]:
         found.append("serialized: products wait for each other")
-    if name.startswith(("sm_90/", "hopper/")) and "fp32" not in name and not kernel["warpgroup"]:
+    multiplies = "fp32" not in name and not name.endswith("sum_and_cast")
+    if name.startswith(("sm_90/", "hopper/")) and multiplies and not kernel["warpgroup"]:
         found.append("Hopper's products are not used")
     return ", ".join(found)
 
