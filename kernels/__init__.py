@@ -4,7 +4,7 @@
 
 `mask` says who sees whom, `reference` what attention is, `chunked` and `triton_*` how it is computed, `attention` is the one
 operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round; `block` says what
-one is to a backend.
+one is to a backend. `sums` is what a ring's backward ends with.
 """
 
 from .attention import attention

@@ -1,9 +1,9 @@
 """What a mask makes of a layout: which rows of whom a rank needs, step by step.
 
 Step 0 is a rank's own block. Then come the rows that it can see of the rank before it, of the rank before that one, and so on,
-straight from their owners: one rank's block in a step, or several ones'.
-Steps that are empty on all ranks are left out on all ranks; a rank whose own part of a step is empty computes nothing in
-it. Both ends of every message follow from the layout and the mask alone, so no rank asks another for anything.
+straight from their owners, with one of these ranks or several in a step. Steps that are empty on all ranks are left out on all
+ranks; a rank whose own part of a step is empty computes nothing in it. Both ends of every message follow from the layout and
+the mask alone, so no rank asks another for anything.
 
 Since lo(p) and hi(p) never decrease, the queries of one segment that can see a key of another segment are a run of rows,
 and so are the keys they can see: two bisections, done for all pairs of segments at once.
@@ -37,11 +37,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """One block: some rows of this rank's queries and the rows of others' keys that they see."""
+    """Some rows of this rank's queries, and the rows of one or several ranks' keys that they see."""
 
     queries: slice
     q_at: list[Segment]
-    pieces: list[Piece]  # one after another they are the block's keys
+    pieces: list[Piece]  # one after another they are the step's keys
     k_at: list[Segment]
 
     @cached_property
@@ -52,7 +52,7 @@ class Step:
 class Plan(NamedTuple):
     steps: list[Step]  # the own block first
     gives: list[list[Piece]]  # for each step, which of this rank's rows others take
-    most_keys: int  # rows that a step of any rank has at most; whatever the documents are
+    most_keys: int  # that a step of any rank has at most, whatever the documents are
 
 
 Between = tuple[int, int, int, int]  # reader, its segment, owner, its segment
@@ -97,11 +97,13 @@ def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | N
     return _visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
 
 
-def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], most_keys: int) -> Plan:
+def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], room: int) -> Plan:
+    """`room` is how many keys there is to be room for, at least."""
     ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
     assert ends[-1] == layout.ranks, f"{blocks} are the blocks of {ends[-1] - 1} others, not of {layout.ranks - 1}"
     mine: list[Step] = [_own_block(layout, rank)]
     gives: list[list[Piece]] = [[]]
+    most_keys = room
     for shifts in starmap(range, pairwise(ends)):
         steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in shifts], seen) for reader in range(layout.ranks)]
         if not any(step.pieces for step in steps):

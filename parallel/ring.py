@@ -128,7 +128,7 @@ def ring_backward(
                 block(step, k_block, v_block, part, some, slice(0, step.num_keys), add="dq")
             home.send(index, some, part)
     home.settle()
-    # no memory is taken for them before here
+    # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     home.follow()

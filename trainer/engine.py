@@ -65,7 +65,7 @@ class Engine:
         prepare(device)
         import deepspeed
 
-        gc.freeze()  # all that imports brought: now and then some rank would look through it, while the others wait
+        gc.freeze()  # what stands by now, imports above all: else a rank would look through it at times, while the others wait
         self.zero, self.kind = config.engine.zero, config.optim.kind
         self.device, self.accumulation, self.clip = device, accumulation, config.optim.clip
         self.world = dist.get_world_size()

@@ -214,8 +214,8 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
 
         in_pools = pooled_bytes()
     found = {name: value + in_pools for name, value in found.items()}
-    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one, and where
-    # dK/dV are pulled from a quarter of two of them
+    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one, and under
+    # pull the memory that dK/dV go out of, which is a quarter of two here
     forward = 5 * x + 2 * x + stats + 6 * x + (2 * x if transport == "pull" else 0)
     backward = 5 * x + 3 * x + 2 * x + 2 * 4 * x + 2 * stats + 6 * x
     return found, {"forward": forward, "backward": backward}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import Mask, attention
-from parallel import Layout, transport
+from parallel import Layout, beside, transport
 from parallel.groups import Pair
 from parallel.plan import Plan, make_plan
 from parallel.pull import Pull
@@ -90,3 +90,16 @@ def test_any_order_is_right(
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     for seed in range(12 if sequence is EVEN else 4):
         assert wrong_by(sequence, ranks, seed, steps_of) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
+
+
+def test_after_an_error_all_that_stands_beside_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But nothing of another caller's."""
+    waited: list[str] = []
+    mine, another = SimpleNamespace(wait_stream=waited.append), SimpleNamespace()
+    streams = [((mine, "copies"), "my copies"), ((another, "sums"), "another's sums"), ((mine, "sums"), "my sums")]
+    monkeypatch.setattr(beside, "_streams", SimpleNamespace(items=lambda: streams))
+    monkeypatch.setattr(beside, "current_stream", lambda _: mine)
+    beside.wait_for_all(torch.device("cuda", 0))
+    assert waited == ["my copies", "my sums"]
+    beside.wait_for_all(torch.device("cpu"))
+    assert len(waited) == 2
