@@ -8,7 +8,7 @@ one is to a backend. `sums` is what a ring's backward ends with.
 """
 
 from .attention import attention
-from .blocks import block_backward, block_forward, output_delta
+from .blocks import adds_in_memory, block_backward, block_forward, output_delta
 from .loss import linear_cross_entropy
 from .mask import Mask
 from .segments import Segment
@@ -17,6 +17,7 @@ from .sums import finish_gradients
 __all__ = [
     "Mask",
     "Segment",
+    "adds_in_memory",
     "attention",
     "block_backward",
     "block_forward",

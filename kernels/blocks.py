@@ -250,6 +250,23 @@ def block_backward(
         dv.zero_()
 
 
+def adds_in_memory(
+    q: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> bool:
+    """Whether block_backward leaves additions to dq to the memory, given these options. Then several may add at a time."""
+    if deterministic:
+        return False
+    return choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout) == "hopper"
+
+
 def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Place:
     check_qkv(q, k, v)
     if (q_at is None) != (k_at is None):

@@ -1,7 +1,8 @@
 """Streams beside that of the kernels. On a CPU there are none, and everything is done where it stands.
 
-Each stream of kernels has its own beside it. Unless told otherwise these come first wherever an SM is free: what is small, and
-waited for, does not stand behind the rest of a large kernel.
+Each stream of a caller has its own beside it. Where an SM is free the lowest number comes first: transfers, and what is small
+and waited for (-3), kernels that others wait for (-2), small work that may wait (-1), and at the priority that callers have, a
+kernel that fills what all of these leave idle (0).
 
 A large kernel leaves SMs idle in its last wave. Small work that waits on a stream of its own, given after that kernel and
 waiting only for what came before it, runs there and stands between no two kernels. Copies need no SM at all.
@@ -35,7 +36,7 @@ _current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 class Beside:
     """Made, followed and left again on one and the same stream, of the current device."""
 
-    def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
+    def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.caller: torch.cuda.Stream | None = None

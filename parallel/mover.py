@@ -12,6 +12,8 @@ from .plan import Piece, Plan
 class Mover(ABC):
     """How the blocks of one call move."""
 
+    needs_sms = True  # of a GPU, which transfers then have to wait for behind a kernel that takes all
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 

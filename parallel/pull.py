@@ -82,6 +82,8 @@ def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
 
 
 class Pull(Mover):
+    needs_sms = False
+
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

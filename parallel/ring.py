@@ -7,8 +7,9 @@ Nothing is merged afterwards: out, lse, dq, dk and dv stay in fp32 until the las
 device computes, on any number of ranks. While a block is used the next one travels, and the gradients of the one before go
 home (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where its rows stand.
 
-In the backward half of the own block stands at the beginning, and the other half at the end: the first K/V come while one is
-computed, the last gradients go home behind the other, so that kernels need not wait for either.
+In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
+stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
+first K/V come while one is computed, the last gradients go home behind the other.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import Mask, block_backward, block_forward, output_delta
+from kernels import Mask, adds_in_memory, block_backward, block_forward, output_delta
 from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
@@ -89,52 +90,67 @@ def ring_backward(
     acc, width, group = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)  # dK/dV of the own block
+    parts = num_parts(mover.plan, k, v)
+    # Where kernels may add to dq at the same time, the own block stands behind the others and takes the SMs that they leave
+    # idle, in last waves and while they wait. All of it does, if there is memory for its gradients beside what others add.
+    together = not mover.needs_sms and adds_in_memory(q, v, **options)
+    kernels = Beside(q.device, "kernels", priority=-2)
+    rest = Beside(q.device, "rest", priority=0) if together else kernels
+    whole = together and parts == 1
+    first, second = halves(mine.shape[2], own.num_keys, own.num_keys, whole)
+    alone = torch.empty_like(mine[second[1], :, second[0]])  # the own block's part of the second half
 
-    def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, add: bool | str) -> None:
+    def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, stream: Beside) -> None:
         """One kernel: all queries of the step, some KV heads, some of the step's keys."""
         rows, heads = step.queries, slice(some.start * group, some.stop * group)
-        block_backward(
-            take(dout, rows, heads),
-            take(q, rows, heads),
-            take(k_block, keys, some),
-            take(v_block, keys, some),
-            take(lse, heads, rows),
-            take(delta, heads, rows),
-            mask,
-            step.q_at,
-            cut(step.k_at, keys.start, keys.stop),
-            take(sum_q, rows, heads),
-            *unpack(sums, width),
-            head_start + heads.start,
-            accumulate=add,
-            **options,
-        )
+        stream.follow()
+        with stream.run():
+            block_backward(
+                take(dout, rows, heads),
+                take(q, rows, heads),
+                take(k_block, keys, some),
+                take(v_block, keys, some),
+                take(lse, heads, rows),
+                take(delta, heads, rows),
+                mask,
+                step.q_at,
+                cut(step.k_at, keys.start, keys.stop),
+                take(sum_q, rows, heads),
+                *unpack(sums, width),
+                head_start + heads.start,
+                accumulate="dq",
+                **options,
+            )
 
-    def own_block(half: Region, add: bool | str) -> None:
+    def own_block(half: Region, sums: Tensor, stream: Beside) -> None:
         some, keys = half
-        block(own, k, v, mine[keys, :, some], some, keys, add)
+        block(own, k, v, sums, some, keys, stream)
 
-    first, second = halves(mine.shape[2], own.num_keys, end=own.num_keys)
-    home = Homeward(mover, mine, num_parts(mover.plan, k, v), options["backend"])
+    home = Homeward(mover, mine, parts, options["backend"], mine[own.num_keys :], mine[second[1], :, second[0]])
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
-            own_block(first, add="dq")
-            home.begin(mine[own.num_keys :], mine[second[1], :, second[0]])
+            if not whole:
+                own_block(first, mine[first[1], :, first[0]], kernels)
+            if together:
+                own_block(second, alone, rest)
+            kernels.done()()
             continue
         for some in home.head_parts():
             part = home.part(index, some)
             if step.pieces:
-                block(step, k_block, v_block, part, some, slice(0, step.num_keys), add="dq")
+                block(step, k_block, v_block, part, some, slice(0, step.num_keys), kernels)
+                kernels.done()()
             home.send(index, some, part)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     home.follow()
-    own_block(second, add=True)
-    free, last = halves(mine.shape[2], own.num_keys, end=len(mine))
-    home.finish(free, last, dk, dv)
+    if not together:
+        own_block(second, alone, rest)
+    free, last = halves(mine.shape[2], own.num_keys, len(mine), whole)
+    home.finish(free, last, alone, rest.done(), dk, dv)
     if dq is not sum_q:
         dq.copy_(sum_q)
     return dq, dk, dv, delta
@@ -146,9 +162,11 @@ def take(x: Tensor, one: slice, two: slice) -> Tensor:
     return x if two.stop - two.start == x.shape[2] else x[:, :, two]
 
 
-def halves(heads: int, keys: int, end: int) -> list[Region]:
-    """(KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head. Rows end
-    with the keys, or behind the padding."""
+def halves(heads: int, keys: int, end: int, whole: bool) -> list[Region]:
+    """(KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head; if the
+    whole is one piece, nothing and all of it. Rows end with the keys, or behind the padding."""
+    if whole:
+        return [(slice(0, 0), slice(0, 0)), (slice(0, heads), slice(0, end))]
     if heads > 1:
         return [(slice(0, heads // 2), slice(0, end)), (slice(heads // 2, heads), slice(0, end))]
     return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, end))]

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -165,26 +165,20 @@ class Homeward:
     the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
     """
 
-    def __init__(self, mover: Mover, mine: Tensor, parts: int, backend: str) -> None:
+    def __init__(self, mover: Mover, mine: Tensor, parts: int, backend: str, *zeros: Tensor) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
+        self.zeros = zeros  # regions of mine that no kernel writes, and others add to
         self.backend = backend
         self.parts = parts  # that its heads are sent in
         self.turn = 0
         self.coming: Arrival | None = None
-        self.sums = Beside(mine.device, "sums", priority=0)
+        self.sums = Beside(mine.device, "sums", priority=-1)  # behind kernels, see above
         self.summed: Transfer = lambda: None
         self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for
 
     def follow(self) -> None:
         """Right before a kernel that small work is to stand beside: it then waits for all that came before, and comes later."""
         self.sums.follow()
-
-    def begin(self, *zeros: Tensor) -> None:
-        """Given behind the first kernel that writes to `mine`: zeros where it does not, for all that is added there."""
-        with self.sums.run():
-            for x in zeros:
-                x.zero_()
-        self.summed = self.sums.done()
 
     def head_parts(self) -> list[slice]:
         """KV heads whose gradients go together."""
@@ -200,8 +194,7 @@ class Homeward:
         self.settle()
         if self.coming is not None:
             with self.sums.run():
-                for rows, more in self._arrived(self.coming):
-                    self.mine[rows, :, self.coming.heads].add_(more)
+                self._add((rows, self.coming.heads, more) for rows, more in self._arrived(self.coming))
             self.summed, self.held = self.sums.done(), self.coming
         pieces = self.mover.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
@@ -213,28 +206,41 @@ class Homeward:
         self.summed()
         self.held = None
 
-    def finish(self, free: Region, last: Region, dk: Tensor, dv: Tensor) -> None:
-        """dk and dv. The last kernel, which is at work, writes to one region of `mine`; the free one is handed on beside it."""
+    def finish(self, free: Region, last: Region, own: Tensor, done: Transfer, dk: Tensor, dv: Tensor) -> None:
+        """dk and dv. `own` is the own block's part in the last region, which a kernel writes until it is done; what is in the
+        free region is handed on beside that kernel."""
         assert self.coming is not None, "a ring of several steps sends something in each"
         with self.sums.run():
             arrived = self._arrived(self.coming)
-            here = self.sums.done()
-            self._hand_on(free, arrived, self.coming.heads, (dk, dv))
-        here()
-        self._hand_on(last, arrived, self.coming.heads, (dk, dv))
+            self._add(self._within(last, arrived))
+            added = self.sums.done()
+            if free[1].stop:
+                *sums, (rows, heads, more) = self._within(free, arrived) or [(free[1], free[0], self.mine[:0, :, free[0]])]
+                self._add(sums)
+                self._hand_on(free, more, rows.start - free[1].start, heads.start - free[0].start, dk, dv)
+        added()
+        done()
+        self._hand_on(last, own, 0, 0, dk, dv)
         self.sums.done()()
 
-    def _hand_on(self, region: Region, arrived: list[tuple[slice, Tensor]], came: slice, grads: tuple[Tensor, ...]) -> None:
+    def _add(self, arrived: Iterable[tuple[slice, slice, Tensor]]) -> None:
+        for x in self.zeros:
+            x.zero_()
+        self.zeros = ()
+        for rows, heads, more in arrived:
+            self.mine[rows, :, heads].add_(more)
+
+    def _hand_on(self, region: Region, more: Tensor, row: int, head: int, dk: Tensor, dv: Tensor) -> None:
         """What came last is added as all is cast."""
+        heads, rows = region
+        finish_gradients(self.mine[rows, :, heads], more, row, head, dk[:, rows, heads], dv[:, rows, heads], self.backend)
+
+    def _within(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[tuple[slice, slice, Tensor]]:
+        """Of what arrived what belongs there: rows and heads of mine, and what is to be added to them."""
+        assert self.coming is not None
         all_heads, all_rows = region
-        heads = _meet(came, all_heads)
-        parts = [(_meet(rows, all_rows), more[_within(rows, all_rows), :, _within(came, all_heads)]) for rows, more in arrived]
-        *sums, (rows, last) = parts or [(slice(all_rows.start, all_rows.start), self.mine[:0, :, heads])]
-        for piece, more in sums:
-            self.mine[piece, :, heads].add_(more)
-        dk, dv = (grad[:, all_rows, all_heads] for grad in grads)
-        at = rows.start - all_rows.start, heads.start - all_heads.start
-        finish_gradients(self.mine[all_rows, :, all_heads], last, *at, dk, dv, self.backend)
+        heads, came = _meet(self.coming.heads, all_heads), _within(self.coming.heads, all_heads)
+        return [(_meet(rows, all_rows), heads, more[_within(rows, all_rows), :, came]) for rows, more in arrived]
 
     def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
         """Rows of mine, and what is to be added to them."""

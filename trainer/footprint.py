@@ -172,7 +172,8 @@ def on_their_way(
     parts = _parts(numbers, heads)
     sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
-    return blocks * b * numbers + sums * 4 * largest * numbers / parts
+    second = (heads - heads // 2) / heads if heads > 1 else 1 / 2  # half of the own block's, apart from what others add
+    return blocks * b * numbers + (sums * largest / parts + second) * 4 * numbers
 
 
 def shown(rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:

@@ -82,11 +82,14 @@ def nans(count: int) -> Tensor:
 
 
 @contextmanager
-def installed(machine: Machine) -> Iterator[None]:
-    """`parallel.pull`, the ring and what moves gradients home, given to the machine's streams."""
+def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
+    """`parallel.pull`, the ring and what moves gradients home, given to the machine's streams.
+
+    Kernels may leave additions to dq to the memory, and then several add to it at a time.
+    """
 
     class Beside:
-        def __init__(self, device: torch.device, use: str, priority: int = -1) -> None:
+        def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
             self.caller = machine.current
             self.stream = self.caller[0], f"{use} beside {self.caller[1]}"
 
@@ -156,13 +159,18 @@ def installed(machine: Machine) -> Iterator[None]:
         sums: list[Tensor] = []
 
         def read() -> None:
-            sums.extend(x.clone() for x in gradients)
+            sums.extend(torch.zeros_like(x) if in_memory and x is gradients[0] else x.clone() for x in gradients)
             block_backward(*inputs, *sums, *rest, **options)
 
+        def write() -> None:
+            for x, y in zip(gradients, sums, strict=True):
+                x.copy_(x + y if in_memory and x is gradients[0] else y)
+
         machine.give(read)
-        machine.give(lambda: [x.copy_(y) for x, y in zip(gradients, sums, strict=True)])
+        machine.give(write)
 
     fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (pull, ring, transport)]
+    fakes += [(ring, "adds_in_memory", lambda *_, **__: in_memory)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", backward), (pull, "settle", lambda device: None)]
     fakes += [

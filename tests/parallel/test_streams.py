@@ -44,7 +44,7 @@ HALF = Sequence("zigzag", 4, 1, 1, (4, 2), (16, 16), torch.bfloat16)  # sums are
 UNEVEN = Sequence("contiguous", 3, 1, 2, (6, 3), (16, 24))  # halves of one KV head, and of two
 
 
-def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str) -> float:
+def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str, in_memory: bool) -> float:
     """Of three forwards in a row with different inputs, and of three more with their backwards."""
     inputs = sequence.inputs(ranks, seed)
     machine, mask, layout = Machine(ranks, seed), Mask(causal=True), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
@@ -59,7 +59,7 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str) -> float:
     plans = [[make_plan(layout, mask, rank, blocks) for blocks in ways] for rank in range(ranks)]
     shards = [[[layout.shard(x, 1, rank).contiguous() for x in given] for given in inputs] for rank in range(ranks)]
     results: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-    with installed(machine):
+    with installed(machine, in_memory):
         for rank, (there, back) in enumerate(plans):
             machine.current = rank, "kernels"
             group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda rank=rank: rank)
@@ -89,7 +89,8 @@ def test_any_order_is_right(
 ) -> None:
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     for seed in range(12 if sequence is EVEN else 4):
-        assert wrong_by(sequence, ranks, seed, steps_of) <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
+        wrong = wrong_by(sequence, ranks, seed, steps_of, in_memory=seed % 2 == 0)
+        assert wrong <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
 
 
 def test_after_an_error_all_that_stands_beside_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
