@@ -212,10 +212,10 @@ class Homeward:
         assert self.coming is not None, "a ring of several steps sends something in each"
         with self.sums.run():
             arrived = self._arrived(self.coming)
-            self._add(self._within(last, arrived))
+            self._add(self._belonging(last, arrived))
             added = self.sums.done()
             if free[1].stop:
-                *sums, (rows, heads, more) = self._within(free, arrived) or [(free[1], free[0], self.mine[:0, :, free[0]])]
+                *sums, (rows, heads, more) = self._belonging(free, arrived) or [(free[1], free[0], self.mine[:0, :, free[0]])]
                 self._add(sums)
                 self._hand_on(free, more, rows.start - free[1].start, heads.start - free[0].start, dk, dv)
         added()
@@ -235,7 +235,7 @@ class Homeward:
         heads, rows = region
         finish_gradients(self.mine[rows, :, heads], more, row, head, dk[:, rows, heads], dv[:, rows, heads], self.backend)
 
-    def _within(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[tuple[slice, slice, Tensor]]:
+    def _belonging(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[tuple[slice, slice, Tensor]]:
         """Of what arrived what belongs there: rows and heads of mine, and what is to be added to them."""
         assert self.coming is not None
         all_heads, all_rows = region

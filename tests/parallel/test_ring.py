@@ -2,16 +2,20 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from parallel import Layout
+from kernels import Mask
+from parallel import Layout, ring, transport
+from parallel.mover import Alone
 from parallel.packed import unpack
+from parallel.plan import Piece, Plan, make_plan
 from parallel.pull import copy, in_large
 from parallel.ring import halves
 from parallel.signals import GIVEN, READ, SHOWN, TAKEN
-from parallel.transport import Homeward
+from parallel.transport import Arrival, Homeward
 
 from . import jobs, work
 from .work import Case
@@ -115,29 +119,62 @@ def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) 
     assert torch.equal(place, heads)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_keys", [0, 5, 8])
-def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int) -> None:
-    """Only the free region is read and written beside it; after the other one, dk and dv are the sums and what came last."""
+def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int, whole: bool) -> None:
+    """While it is at work only the free region becomes dk and dv; then the other one, with what the kernel left."""
     rows, width = 8, 3
-    free, last = halves(heads, num_keys, rows)
-    pieces = ([], [slice(0, 4)], [slice(2, 5), slice(6, 8)])
-    for parts, places in itertools.product([n for n in (1, 2, 4) if heads % n == 0], pieces):
+    free, last = halves(heads, num_keys, rows, whole)
+    _, its = halves(heads, num_keys, num_keys, whole)  # padding has no gradients
+    places = ([], [slice(0, 4)], [slice(2, 5), slice(6, 8)])
+    for parts, places_of_one in itertools.product([n for n in (1, 2, 4) if heads % n == 0], places):
         came = slice(heads - heads // parts, heads)
-        home = Homeward.__new__(Homeward)
-        home.backend = "reference"
-        home.mine = torch.randn(rows, 1, heads, 2 * width)
-        arrived = [(at, torch.randn(at.stop - at.start, 1, came.stop - came.start, 2 * width)) for at in places]
-        expected = home.mine.clone()
-        for at, more in arrived:
+        mine = torch.randn(rows, 1, heads, 2 * width)
+        home = Homeward(Alone(Plan([], [], 0)), mine, parts, "reference", mine[num_keys:], mine[its[1], :, its[0]])
+        into = torch.randn(sum(at.stop - at.start for at in places_of_one), 1, came.stop - came.start, 2 * width)
+        home.coming = Arrival(lambda: None, [Piece(0, at, 0) for at in places_of_one], came, into, into)
+        right = torch.randn(its[1].stop - its[1].start, 1, its[0].stop - its[0].start, 2 * width)
+        expected = mine.clone()
+        expected[num_keys:], expected[its[1], :, its[0]] = 0, right
+        for at, more in zip(places_of_one, into.split([at.stop - at.start for at in places_of_one]), strict=True):
             expected[at, :, came] += more
         grads = tuple(torch.full((1, rows, heads, width), float("nan")) for _ in range(2))
-        busy = home.mine[last[1], :, last[0]]
-        there = busy.clone()
-        busy.fill_(float("inf"))  # the last kernel is at work
-        home._hand_on(free, arrived, came, grads)
-        assert busy.isinf().all() and all(grad[:, last[1], last[0]].isnan().all() for grad in grads)
-        busy.copy_(there)
-        home._hand_on(last, arrived, came, grads)
+        own = torch.full_like(right, float("inf"))
+
+        def done(own: torch.Tensor = own, right: torch.Tensor = right, grads: tuple[torch.Tensor, ...] = grads) -> None:
+            for grad in grads:
+                assert grad[:, last[1], last[0]].isnan().all() and grad[:, free[1], free[0]].isfinite().all()
+            own.copy_(right)
+
+        home.finish(free, last, own, done, *grads)
         for grad, wanted in zip(grads, unpack(expected, width), strict=True):
             torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("needs_sms", [False, True])
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("part_bytes", [0, 2**28])
+def test_when_the_own_block_is_computed(
+    needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before all others, all of it or in halves, unless transfers would stand behind it, or kernels must not meet."""
+    given: list[tuple[bool, int]] = []  # of each kernel: whether it is the own block's, and how many heads it has
+
+    def kernel(dout: torch.Tensor, *args: Any, **_: Any) -> None:
+        given.append((args[7] == own.k_at, dout.shape[2]))
+
+    monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
+    monkeypatch.setattr(ring, "block_backward", kernel)
+    monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
+    plan = make_plan(Layout("contiguous", 16, 2), Mask(causal=True), rank=1)
+    own = plan.steps[0]
+    mover = Alone(plan)
+    mover.needs_sms = needs_sms
+    q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
+    ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), mover, 0, backend="reference")
+    others = [(False, 4)] if part_bytes else [(False, 1)] * 4
+    if needs_sms or not in_memory:
+        assert given == [(True, 2), *others, (True, 2)]
+    else:
+        assert given == ([(True, 4)] if part_bytes else [(True, 2)] * 2) + others
