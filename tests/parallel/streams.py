@@ -2,7 +2,8 @@
 
 A GPU's host only gives orders. Here too: each rank's program runs to its end while every operation on memory is put off, with
 the stream it was given to. Then a random one of the streams that may go on does its next operation, until all are through;
-one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN.
+one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN, and
+becomes NaN once more where the stream comes by that it was made on, which may have used it for something else until then.
 """
 
 import random
@@ -72,7 +73,10 @@ class PutOff(TorchDispatchMode):
             return result
         result.born_on = self.machine.current  # whose memory it is when it is given back
         if "empty" in func.__name__:
-            return result.fill_(torch.nan) if result.is_floating_point() else result
+            if result.is_floating_point():  # the allocator gives what its stream may be using still, for something else
+                memory = result.fill_(torch.nan).detach()
+                self.machine.give(lambda: memory.fill_(torch.nan))
+            return result
         self.machine.give(lambda: result.copy_(func(*args, **kwargs)))
         return result
 
