@@ -6,7 +6,8 @@
     block_backward(block, gradients, accumulate)       adds to, or writes, gradients.dq, dk and dv
 
 `accumulate` is True where all three add up and False where all three are written. A backend that also takes "dq", to add to dq
-and write dk and dv, says so by ADDS_DQ_ALONE = True; for others dk and dv are made zeros before.
+and write dk and dv, says so by ADDS_DQ_ALONE = True; for others dk and dv are made zeros before. ADDS_DQ_IN_MEMORY = True says
+that, unless a backward is deterministic, kernels may add to one dq at the same time.
 
 Both may return how the same is done again for other tensors that look alike, `again(…)`, where that takes less work: then a
 caller who knows that it is the same need not make a block. Without padding in the mask, and without dropout; and with

@@ -264,7 +264,8 @@ def adds_in_memory(
     """Whether block_backward leaves additions to dq to the memory, given these options. Then several may add at a time."""
     if deterministic:
         return False
-    return choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout) == "hopper"
+    chosen = choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout)
+    return getattr(_module(chosen, backward=True), "ADDS_DQ_IN_MEMORY", False)
 
 
 def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Place:

@@ -340,6 +340,7 @@ def write(
 
 Result = TypeVar("Result")
 ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
+ADDS_DQ_IN_MEMORY = True  # by the TMA, and in any order unless programs take turns
 
 
 def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> Again | None:

@@ -1,4 +1,4 @@
-"""The end of a ring's backward: what was added up in fp32, and what came last, become dk and dv in one pass over memory."""
+"""The end of a ring's backward: two sums in fp32, one of which may be of some rows and heads, become dk and dv in one pass."""
 
 import triton
 import triton.language as tl

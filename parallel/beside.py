@@ -1,4 +1,4 @@
-"""Streams beside that of the kernels. On a CPU there are none, and everything is done where it stands.
+"""Streams beside a caller's. On a CPU there are none, and everything is done where it stands.
 
 Each stream of a caller has its own beside it. Where an SM is free the lowest number comes first: transfers, and what is small
 and waited for (-3), kernels that others wait for (-2), small work that may wait (-1), and at the priority that callers have, a
@@ -69,6 +69,13 @@ class Beside:
 
     def waiting_for(self, event: torch.cuda.Event | None) -> Transfer:
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
+
+
+class Here(Beside):
+    """The caller's own stream, in the place of one beside it."""
+
+    def __init__(self) -> None:
+        self.stream = self.caller = None
 
 
 def wait_for_all(device: torch.device) -> None:

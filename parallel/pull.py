@@ -8,7 +8,7 @@ is what signals are for (`signals`):
     part         all have taken what stood there, which was given earlier
     give         tell: given · the readers of my rows have given theirs · pull · tell: taken
 
-Shown and given are waited for on streams beside the kernels', which themselves wait for read and taken only: these are past
+Shown and given are waited for on streams beside the caller's, which itself waits for read and taken only: these are past
 but where another rank is a step behind. No multicast (multimem) is used anywhere.
 """
 

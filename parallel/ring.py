@@ -21,11 +21,12 @@ from kernels import Mask, adds_in_memory, block_backward, block_forward, output_
 from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
-from .beside import Beside
+from . import transport
+from .beside import Beside, Here
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
-from .transport import Homeward, Region, num_parts, travel
+from .transport import Homeward, Region, bytes_of_gradients, num_parts, travel
 
 
 def ring_forward(
@@ -89,16 +90,16 @@ def ring_backward(
 
     acc, width, group = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
-    mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)  # dK/dV of the own block
-    parts = num_parts(mover.plan, k, v)
-    # Where kernels may add to dq at the same time, the own block stands behind the others and takes the SMs that they leave
-    # idle, in last waves and while they wait. All of it does, if there is memory for its gradients beside what others add.
-    together = not mover.needs_sms and adds_in_memory(q, v, **options)
-    kernels = Beside(q.device, "kernels", priority=-2)
-    rest = Beside(q.device, "rest", priority=0) if together else kernels
-    whole = together and parts == 1
+    # dK/dV of the own block: of its first half, and what others return; those of its second half come to it at the end
+    mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
+    # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
+    # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
+    # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
+    together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
+    kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
+    filling = Beside(q.device, "filling", priority=0) if together else Here()
+    whole = together and bytes_of_gradients(own.num_keys, k, v) <= transport.PART_BYTES
     first, second = halves(mine.shape[2], own.num_keys, own.num_keys, whole)
-    alone = torch.empty_like(mine[second[1], :, second[0]])  # the own block's part of the second half
 
     def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, stream: Beside) -> None:
         """One kernel: all queries of the step, some KV heads, some of the step's keys."""
@@ -126,14 +127,20 @@ def ring_backward(
         some, keys = half
         block(own, k, v, sums, some, keys, stream)
 
-    home = Homeward(mover, mine, parts, options["backend"], mine[own.num_keys :], mine[second[1], :, second[0]])
+    def second_half() -> Tensor:
+        apart = torch.empty_like(mine[second[1], :, second[0]])
+        own_block(second, apart, filling)
+        return apart
+
+    zeros = mine[own.num_keys :], mine[second[1], :, second[0]]
+    home = Homeward(mover, mine, zeros, num_parts(mover.plan, k, v), options["backend"], priority=-1 if together else 0)
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
             if not whole:
                 own_block(first, mine[first[1], :, first[0]], kernels)
             if together:
-                own_block(second, alone, rest)
+                apart = second_half()
             kernels.done()()
             continue
         for some in home.head_parts():
@@ -148,9 +155,9 @@ def ring_backward(
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     home.follow()
     if not together:
-        own_block(second, alone, rest)
+        apart = second_half()
     free, last = halves(mine.shape[2], own.num_keys, len(mine), whole)
-    home.finish(free, last, alone, rest.done(), dk, dv)
+    home.finish(free, last, apart, filling.done(), dk, dv)
     if dq is not sum_q:
         dq.copy_(sum_q)
     return dq, dk, dv, delta

@@ -165,16 +165,18 @@ class Homeward:
     the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
     """
 
-    def __init__(self, mover: Mover, mine: Tensor, parts: int, backend: str, *zeros: Tensor) -> None:
+    def __init__(
+        self, mover: Mover, mine: Tensor, zeros: tuple[Tensor, ...], parts: int, backend: str, priority: int = 0
+    ) -> None:
         self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
         self.zeros = zeros  # regions of mine that no kernel writes, and others add to
         self.backend = backend
         self.parts = parts  # that its heads are sent in
         self.turn = 0
         self.coming: Arrival | None = None
-        self.sums = Beside(mine.device, "sums", priority=-1)  # behind kernels, see above
+        self.sums = Beside(mine.device, "sums", priority)  # behind the kernels', see above
         self.summed: Transfer = lambda: None
-        self.held: Arrival | None = None  # by sums that the kernels' stream has not waited for
+        self.held: Arrival | None = None  # by sums that the caller's stream has not waited for
 
     def follow(self) -> None:
         """Right before a kernel that small work is to stand beside: it then waits for all that came before, and comes later."""
@@ -192,17 +194,18 @@ class Homeward:
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
         self.settle()
-        if self.coming is not None:
-            with self.sums.run():
+        with self.sums.run():
+            self._clear()
+            if self.coming is not None:
                 self._add((rows, self.coming.heads, more) for rows, more in self._arrived(self.coming))
-            self.summed, self.held = self.sums.done(), self.coming
+        self.summed, self.held = self.sums.done(), self.coming
         pieces = self.mover.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
         self.coming = Arrival(self.mover.give(index, self.turn, part, into), pieces, heads, into, part)
         self.turn = 1 - self.turn
 
     def settle(self) -> None:
-        """Kernels from here on see the sums that have begun."""
+        """What the sums that have begun were made of may be given back from here on."""
         self.summed()
         self.held = None
 
@@ -214,7 +217,7 @@ class Homeward:
             arrived = self._arrived(self.coming)
             self._add(self._belonging(last, arrived))
             added = self.sums.done()
-            if free[1].stop:
+            if free[1].stop:  # there is such a region
                 *sums, (rows, heads, more) = self._belonging(free, arrived) or [(free[1], free[0], self.mine[:0, :, free[0]])]
                 self._add(sums)
                 self._hand_on(free, more, rows.start - free[1].start, heads.start - free[0].start, dk, dv)
@@ -223,15 +226,17 @@ class Homeward:
         self._hand_on(last, own, 0, 0, dk, dv)
         self.sums.done()()
 
-    def _add(self, arrived: Iterable[tuple[slice, slice, Tensor]]) -> None:
+    def _clear(self) -> None:
         for x in self.zeros:
             x.zero_()
         self.zeros = ()
+
+    def _add(self, arrived: Iterable[tuple[slice, slice, Tensor]]) -> None:
         for rows, heads, more in arrived:
             self.mine[rows, :, heads].add_(more)
 
     def _hand_on(self, region: Region, more: Tensor, row: int, head: int, dk: Tensor, dv: Tensor) -> None:
-        """What came last is added as all is cast."""
+        """`more` is added as all is cast."""
         heads, rows = region
         finish_gradients(self.mine[rows, :, heads], more, row, head, dk[:, rows, heads], dv[:, rows, heads], self.backend)
 

@@ -172,8 +172,10 @@ def on_their_way(
     parts = _parts(numbers, heads)
     sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
-    second = (heads - heads // 2) / heads if heads > 1 else 1 / 2  # half of the own block's, apart from what others add
-    return blocks * b * numbers + (sums * largest / parts + second) * 4 * numbers
+    # of the own block, apart from what others add to it: all, or half where that is much; with messages only at the end
+    half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
+    apart = (1 if 4 * numbers <= PART_BYTES else half) if pulled else 0
+    return blocks * b * numbers + (sums * largest / parts + apart) * 4 * numbers
 
 
 def shown(rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:

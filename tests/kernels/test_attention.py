@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import Mask, attention
+from kernels import Mask, adds_in_memory, attention, blocks
 from kernels.blocks import choose_backend
 from kernels.operators import _nobody_listens
 
@@ -302,6 +302,19 @@ def test_auto_goes_by_the_device(device: str) -> None:
     assert choose_backend("auto", *low, dropout=0.1) == ("triton" if device == "cuda" else "chunked")
     with pytest.raises(ValueError, match="needs an sm_90 GPU" if not hopper else "dropout"):
         choose_backend("hopper", *low, dropout=0.1)
+
+
+def test_only_hopper_leaves_additions_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there neither a deterministic backward nor one that goes to the portable kernel."""
+    q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="meta")
+    for chip, hopper in (("sm_90", True), ("sm_100", False)):
+        monkeypatch.setattr(blocks, "chip", lambda _, chip=chip: chip)
+        assert adds_in_memory(q, q) is hopper
+        assert not adds_in_memory(q, q, deterministic=True)
+        assert not adds_in_memory(q, q, dropout=0.1, seed=1)
+        assert not adds_in_memory(q, q, backend="triton")
+        assert not adds_in_memory(q.float(), q.float())
+    assert not adds_in_memory(torch.empty(1, 16, 2, 64), torch.empty(1, 16, 2, 64))
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton"])

@@ -2,8 +2,8 @@
 
 A GPU's host only gives orders. Here too: each rank's program runs to its end while every operation on memory is put off, with
 the stream it was given to. Then a random one of the streams that may go on does its next operation, until all are through;
-one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN, and
-becomes NaN once more where the stream comes by that it was made on, which may have used it for something else until then.
+one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN,
+and becomes NaN once more where the stream comes by that it was made on, which may have used it for something else until then.
 """
 
 import random

@@ -56,6 +56,7 @@ def gpus() -> Iterator[Callable[[int], Pool]]:
         replace(BF16, name="full", mask={}),
         replace(BF16, name="window", mask=dict(causal=True, window=300)),
         replace(BF16, name="documents", mask=DOCUMENTS),
+        replace(BF16, name="mqa", heads=(8, 1)),
         replace(BF16, name="parts", heads=(8, 8), part_bytes=0),
         replace(BF16, name="parts-documents", heads=(8, 8), part_bytes=0, mask=DOCUMENTS),
     ],
@@ -100,10 +101,10 @@ def test_five_runs_are_bit_equal(transport: str, ranks: int, gpus) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_backwards_in_a_row(transport: str, ranks: int, gpus) -> None:
-    case = replace(FP32, ring=ranks, transport=transport)
-    for errors in gpus(ranks)(jobs.two_backwards, case, patience=600):
-        assert max(errors.values()) <= 1e-4, errors
+@pytest.mark.parametrize("case, allowed", [(FP32, 1e-4), (BF16, 0.05)], ids=["fp32", "bf16"])
+def test_two_backwards_in_a_row(case: Case, allowed: float, transport: str, ranks: int, gpus) -> None:
+    for errors in gpus(ranks)(jobs.two_backwards, replace(case, ring=ranks, transport=transport), patience=600):
+        assert max(errors.values()) <= allowed, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

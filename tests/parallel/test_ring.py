@@ -1,6 +1,8 @@
 """The ring, Ulysses and both together equal the reference in fp64, forward and all gradients, on 1 to 8 gloo ranks."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from kernels import Mask
 from parallel import Layout, ring, transport
+from parallel.beside import Beside
 from parallel.mover import Alone
 from parallel.packed import unpack
 from parallel.plan import Piece, Plan, make_plan
@@ -131,7 +134,8 @@ def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num
     for parts, places_of_one in itertools.product([n for n in (1, 2, 4) if heads % n == 0], places):
         came = slice(heads - heads // parts, heads)
         mine = torch.randn(rows, 1, heads, 2 * width)
-        home = Homeward(Alone(Plan([], [], 0)), mine, parts, "reference", mine[num_keys:], mine[its[1], :, its[0]])
+        home = Homeward(Alone(Plan([], [], 0)), mine, (mine[num_keys:], mine[its[1], :, its[0]]), parts, "reference")
+        home._clear()
         into = torch.randn(sum(at.stop - at.start for at in places_of_one), 1, came.stop - came.start, 2 * width)
         home.coming = Arrival(lambda: None, [Piece(0, at, 0) for at in places_of_one], came, into, into)
         right = torch.randn(its[1].stop - its[1].start, 1, its[0].stop - its[0].start, 2 * width)
@@ -159,11 +163,30 @@ def test_when_the_own_block_is_computed(
     needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before all others, all of it or in halves, unless transfers would stand behind it, or kernels must not meet."""
-    given: list[tuple[bool, int]] = []  # of each kernel: whether it is the own block's, and how many heads it has
+    given: list[
+        tuple[bool, int, str]
+    ] = []  # of each kernel: whether it is the own block's, how many heads, and on which stream
+    priorities: dict[str, int] = {}
+    stream = "caller's"
 
     def kernel(dout: torch.Tensor, *args: Any, **_: Any) -> None:
-        given.append((args[7] == own.k_at, dout.shape[2]))
+        given.append((args[7] == own.k_at, dout.shape[2], stream))
 
+    class Named(Beside):
+        def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
+            super().__init__(device, use, priority)
+            self.use = use
+            priorities[use] = priority
+
+        @contextmanager
+        def run(self) -> Iterator[None]:  # type: ignore[override]
+            nonlocal stream
+            stream = self.use
+            yield
+            stream = "caller's"
+
+    for module in (ring, transport):
+        monkeypatch.setattr(module, "Beside", Named)
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
@@ -173,8 +196,12 @@ def test_when_the_own_block_is_computed(
     mover.needs_sms = needs_sms
     q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
     ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), mover, 0, backend="reference")
-    others = [(False, 4)] if part_bytes else [(False, 1)] * 4
-    if needs_sms or not in_memory:
-        assert given == [(True, 2), *others, (True, 2)]
+    together = in_memory and not needs_sms
+    others = [(False, 4 if part_bytes else 1, "kernels" if together else "caller's")] * (1 if part_bytes else 4)
+    if together:
+        first = [] if part_bytes else [(True, 2, "kernels")]
+        assert given == [*first, (True, 4 if part_bytes else 2, "filling"), *others]
+        assert priorities["kernels"] < priorities["sums"] < priorities["filling"] == 0
     else:
-        assert given == ([(True, 4)] if part_bytes else [(True, 2)] * 2) + others
+        assert given == [(True, 2, "caller's"), *others, (True, 2, "caller's")]
+        assert priorities == {"sums": 0}

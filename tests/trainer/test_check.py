@@ -217,7 +217,8 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
     options = dict(mask=Mask(), mover=mover, head_start=0, backend="chunked")
     found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
     planned = 3 * q.nbytes + footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
-    end = 2 * k.nbytes if ring == 2 else 0  # a ring of two has the most when dk and dv are made, at its end
+    # a ring of two has the most at its end, when dk and dv are made, and half of the own block's come apart
+    end = 3 * k.nbytes if ring == 2 else 0
     assert planned <= found <= 1.01 * (planned + end)
 
 
@@ -232,11 +233,12 @@ def test_steps_are_those_of_a_pull(ring: int) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
 @pytest.mark.parametrize("part_bytes", [2**28, 2**17, 1])  # a block's dK/dV have 2**18 bytes
-@pytest.mark.parametrize("ring, batch", [(2, 1), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("ring, batch, heads", [(2, 1, 4), (4, 1, 4), (4, 2, 4), (8, 1, 4), (4, 1, 1), (4, 1, 3)])
 def test_a_pull_takes_what_is_planned(
-    ring: int, batch: int, part_bytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ring: int, batch: int, heads: int, part_bytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory that is always there, and the highest level of what comes beside it."""
+    monkeypatch.setattr("parallel.ring.adds_in_memory", lambda *_, **__: True)  # as on Hopper, which takes more
     monkeypatch.setattr(footprint_module, "PART_BYTES", part_bytes)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     monkeypatch.setattr("parallel.ring.block_backward", lambda *_, **__: None)
@@ -254,7 +256,7 @@ def test_a_pull_takes_what_is_planned(
     )
     monkeypatch.setattr(pull, "shown_by", lambda *_: shown)
     monkeypatch.setattr(pull, "copy", lambda *_: None)
-    rows, heads, width = 256, 4, 32
+    rows, width = 256, 32
     layout = Layout(kind, rows * ring, ring)
     nbytes = 4 * batch * rows * heads * 2 * width
     plan = make_plan(layout, Mask(), 1, transport.blocks_per_step("pull", layout, False, nbytes, heads, True))
@@ -266,7 +268,7 @@ def test_a_pull_takes_what_is_planned(
     assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4, doubling)
     planned = 3 * q.nbytes
     planned += footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4, pulled=True, doubling=doubling)
-    end = 2 * k.nbytes if ring == 2 else 0  # as above
+    end = 2 * k.nbytes if ring == 2 else 0  # as above, but what comes apart is there from the beginning
     # where steps double, what comes in of two steps one after another is not of the largest twice
     assert 0.85 * planned <= found <= 1.01 * (planned + end)
     if not doubling:
