@@ -35,6 +35,8 @@ class Ranks:
             set_deterministic()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # else what ZeRO moves stands behind a backward's large kernels until they have given out all their programs
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         self.owner = not dist.is_initialized()  # several runs in one process share the groups, which DeepSpeed remembers
         if self.owner and self.device.type == "cuda":
             dist.init_process_group("nccl", timeout=self.timeout, device_id=self.device)
