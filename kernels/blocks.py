@@ -261,7 +261,7 @@ def adds_in_memory(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> bool:
-    """Whether block_backward leaves additions to dq to the memory, given these options. Then several may add at a time."""
+    """Whether block_backward leaves additions to dq to the memory, given its options. Then several may add at a time."""
     if deterministic:
         return False
     chosen = choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout)

@@ -21,12 +21,11 @@ from kernels import Mask, adds_in_memory, block_backward, block_forward, output_
 from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
-from . import transport
 from .beside import Beside, Here
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
-from .transport import Homeward, Region, bytes_of_gradients, num_parts, travel
+from .transport import Homeward, Region, are_large, num_parts, travel
 
 
 def ring_forward(
@@ -98,7 +97,7 @@ def ring_backward(
     together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
     kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
     filling = Beside(q.device, "filling", priority=0) if together else Here()
-    whole = together and bytes_of_gradients(own.num_keys, k, v) <= transport.PART_BYTES
+    whole = together and not are_large(own.num_keys, k, v)
     first, second = halves(mine.shape[2], own.num_keys, own.num_keys, whole)
 
     def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, stream: Beside) -> None:

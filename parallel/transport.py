@@ -53,7 +53,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-PART_BYTES = 2**28  # a step's dK/dV above this travel in up to four parts
+PART_BYTES = 2**28  # a step's dK/dV above this travel in up to four parts, and a block's are not kept twice
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
@@ -116,6 +116,11 @@ def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
 def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
     """Of dK/dV of so many rows, as they travel."""
     return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * accumulation_dtype(k.dtype).itemsize
+
+
+def are_large(rows: int, k: Tensor, v: Tensor) -> bool:
+    """Whether dK/dV of so many rows take so much memory that they should not be there twice."""
+    return bytes_of_gradients(rows, k, v) > PART_BYTES
 
 
 def _parts(nbytes: int, heads: int) -> int:
