@@ -77,7 +77,7 @@ def attention_backward(
 ):  # fmt: skip
     """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [BLOCK_N // 64, 1, 1, 64, BLOCK_DV], v.layout)
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
     dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
@@ -86,7 +86,7 @@ def attention_backward(
     lse_tile = stats  # stands in where the product with it is enough
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # of each place: head, first row, whether the mask splits it
+    # of each place: head, first row, whether the mask splits it, which consumers' keys it sees (1: lower, 2: upper)
     facts = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in memory: as constants they would take registers that the loop needs
@@ -96,9 +96,14 @@ def attention_backward(
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
-    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together)
+    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, STAGED)
     first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
+    # on their way while the tiles of queries are looked up
+    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // 64 * v.block_type.nbytes)
+    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
+    for half in gl.static_range(BLOCK_N // 64):
+        tma_load(v, [b, kv_head, first_key + half * 64, 0], kv_full.index(0), v_tile.index(half))
     n = row_count(k_at)
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
     last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, n) - 1, k_at), mask, b)
@@ -108,6 +113,11 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
+    halves = (None, None)  # or: where queries of the lower 64 keys end, and where those of the upper begin
+    if TIGHT and BLOCK_N == 128:
+        _, lower_hi = queries_of(position(first_key + 63, k_at), mask, b)
+        upper_lo, _ = queries_of(position(first_key + 64, k_at), mask, b)
+        halves = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
     taking_turns = (None, None, None, None)  # or: whose turn, its stride of heads, ours, rows that the one before sees
     if turns is not None:
         _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
@@ -137,24 +147,20 @@ def attention_backward(
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
-            (k, v, q, dout), (k_tile, v_tile, q_tile, dout_tile), statistics, flags,
-            b, kv_head, first_key, begin, full, rest, end, STAGES, BIAS, GROUP,
+            q, dout, q_tile, dout_tile, statistics, flags,
+            b, kv_head, begin, full, rest, end, halves, STAGES, BIAS, GROUP,
         )),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    sources, tiles, statistics, flags, b, kv_head, first_key, begin, full, rest, end,
+    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, begin, full, rest, end, halves,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    k, v, q, dout = sources
-    k_tile, v_tile, q_tile, dout_tile = tiles
     lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
-    kv_full, full_at, free_at, _ds_full, _ds_free = flags
-    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
-    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
-    tma_load(v, [b, kv_head, first_key, 0], kv_full.index(0), v_tile.index(0))
+    _kv_full, full_at, free_at, _ds_full, _ds_free = flags
+    lower_end, upper_begin = halves
     num = end - begin
     num_split = full - begin + end - rest
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -190,6 +196,9 @@ def produce(
         facts.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
         facts.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
         facts.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
+        if lower_end is not None:
+            seen = gl.where(row < lower_end, 1, 0) + gl.where(row + 64 > upper_begin, 2, 0)
+            facts.index(4 * place + 3).store(gl.full([1], seen, gl.int32, WARP))
         fence_async_shared()
         mbarrier.arrive(full_at.index(place), count=1)
 
@@ -250,66 +259,76 @@ def consume(
         # each slice of k and v begins.
         only = i >> 30 if TIGHT else 0
         k_mine = k_tile.index(only).reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
-        v_mine = v_tile.index(only).reshape([BLOCK_N, BLOCK_DV]).slice(FIRST, 64)
+        v_mine = v_tile.index(only + (0 if HALVES else ME)).reshape([64, BLOCK_DV])
         place = i % STAGES
         q = q_tile.index(place).reshape([64, BLOCK_D]).slice(COLUMN, WIDTH, dim=1)
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
         if TIGHT:
             wait_full(full_at, i, STAGES)
-            s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
-            s = warpgroup_mma_wait(0, deps=(s,))
+        # At a diagonal a tile's queries may see the other consumer's keys alone.
+        if (number(facts, 4 * place + 3) & 1 << ME if TIGHT and not HALVES else 1) != 0:
+            if TIGHT:
+                s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
+                s = warpgroup_mma_wait(0, deps=(s,))
+            else:
+                dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
+            s, factor = exponents(s, scale, softcap, False)
+            exponent = s * factor
+            if softcap is not None:
+                exponent -= lse_tile.index(place).load(QUERIES)[None, :]
+            p = gl.exp2(exponent)
+            if number(facts, 4 * place + 2) != 0:
+                p_q = position(number(facts, 4 * place + 1) + rows.load(QUERIES), q_at)
+                visible = p_q[None, :] <= hi[:, None]
+                if mask[1] is not None or mask[2] is not None:
+                    visible &= p_q[None, :] >= lo[:, None]
+                p = gl.where(visible, p, 0.0)
+            weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+            if TIGHT:
+                if BIAS == 0:
+                    p *= 2.0**14
+                p = p.to(gl.float16)
+                dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
+            dv = warpgroup_mma(weights, dout, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = p.to(gl.float32) * dp
+            if TIGHT and BIAS == 0:
+                ds *= 2.0**-14
+            if softcap is not None:
+                ds *= 1 - s * s
+            ds = ds.to(q_tile.dtype)
+            if not HALVES or ME == 0:
+                ds_place = wait_free(ds_free, i, DS_STAGES)
+                ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
+            dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
+            if not HALVES or ME == 0:
+                fence_async_shared()
+                arrive_each(ds_full.index(ds_place))
+            if TIGHT:
+                dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+            else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
+                if i + 1 < steps:
+                    wait_full(full_at, i + 1, STAGES)
+                after = (i + 1) % STAGES
+                s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
+                dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         else:
-            dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
-        s, factor = exponents(s, scale, softcap, False)
-        exponent = s * factor
-        if softcap is not None:
-            exponent -= lse_tile.index(place).load(QUERIES)[None, :]
-        p = gl.exp2(exponent)
-        if number(facts, 4 * place + 2) != 0:
-            p_q = position(number(facts, 4 * place + 1) + rows.load(QUERIES), q_at)
-            visible = p_q[None, :] <= hi[:, None]
-            if mask[1] is not None or mask[2] is not None:
-                visible &= p_q[None, :] >= lo[:, None]
-            p = gl.where(visible, p, 0.0)
-        weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
-        if TIGHT:
-            if BIAS == 0:
-                p *= 2.0**14
-            p = p.to(gl.float16)
-            dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
-        dv = warpgroup_mma(weights, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = p.to(gl.float32) * dp
-        if TIGHT and BIAS == 0:
-            ds *= 2.0**-14
-        if softcap is not None:
-            ds *= 1 - s * s
-        ds = ds.to(q_tile.dtype)
-        if not HALVES or ME == 0:
             ds_place = wait_free(ds_free, i, DS_STAGES)
-            ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        if not HALVES or ME == 0:
+            ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
             fence_async_shared()
             arrive_each(ds_full.index(ds_place))
-        if TIGHT:
-            dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
-            if i + 1 < steps:
-                wait_full(full_at, i + 1, STAGES)
-            after = (i + 1) % STAGES
-            s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
-            dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         arrive_each(free_at.index(place))
     if STAGED:
-        for n in gl.static_range(STAGES):  # all tiles have been read, by the others too: their memory is free
-            wait_free(free_at, steps + n, STAGES)
-        dout_tile.index(ME).reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
+        # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there.
+        v_mine = v_tile.index(ME)
+        v_mine.reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
         fence_async_shared()
-        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], dout_tile.index(ME))
-        q_tile.index(ME).reshape([64, BLOCK_D]).store((dk * (scale * 2.0**-BIAS)).to(q_tile.dtype))
+        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], v_mine)
+        place = wait_free(free_at, steps, STAGES)
+        free = q_tile.index(place) if ME == 0 else dout_tile.index(place)
+        free.reshape([64, BLOCK_D]).store((dk * (scale * 2.0**-BIAS)).to(q_tile.dtype))
         fence_async_shared()
-        tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], q_tile.index(ME))
+        tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], free)
         tma.store_wait(0)
     else:
         write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, COLUMN, D, WIDTH, K_LAYOUT, ADD)

@@ -123,23 +123,30 @@ def receive(queue, i):
 
 
 @gluon.jit
-def in_turn(index, num_tiles, num_sequences, together):
+def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr):
     """Number of a piece of work → (sequence, which of its tiles).
 
-    `together` heads at a time, as many as have what they stream in the L2 cache; of these heads go fastest, so that a group's
-    read the same at the same time.
+    `together` heads at a time; of these heads go fastest, so that a group's read the same at the same time and find it in the
+    L2 cache. Tiles come with those first that take longest under a causal mask. If LAST_APART each head's last, the shortest,
+    waits until all others have been given out, and fills what these leave idle at the end.
     """
+    first_turn = 0
+    if LAST_APART:
+        apart = (num_tiles - 1) * num_sequences
+        first_turn = gl.where(index < apart, 0, num_tiles - 1)
+        num_tiles = gl.where(index < apart, num_tiles - 1, 1)
+        index = gl.where(index < apart, index, index - apart)
     first_sequence = index // (num_tiles * together) * together
     index -= first_sequence * num_tiles
     num_together = gl.minimum(together, num_sequences - first_sequence)
-    return first_sequence + index % num_together, index // num_together
+    return first_sequence + index % num_together, first_turn + index // num_together
 
 
 @gluon.jit
 def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
-    sequence, turn = in_turn(index, num_tiles, num_sequences, together)
+    sequence, turn = in_turn(index, num_tiles, num_sequences, together, True)
     tile = num_tiles - 1 - turn  # the last queries, which see most under a causal mask, first
     b, h = sequence // num_heads, sequence % num_heads
     n = row_count(q_at)

@@ -1,11 +1,15 @@
-"""What the Hopper kernels are told of a tensor, as far as that can be looked at without one."""
+"""What the Hopper kernels are told, as far as that can be looked at without one."""
+
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.hopper_arguments import descriptor
+from kernels import hopper_common
+from kernels.hopper_arguments import descriptor, heads_together
 from kernels.hopper_common import fetchable
 from kernels.hopper_dq import apart
 
@@ -65,3 +69,26 @@ def test_dq_tiles_are_written_without_conflicts_of_banks(width: int) -> None:
         for first in range(0, width, 8):
             banks = {place[first_row + r, first + c] % 32 for r in range(4) for c in range(8)}
             assert len(banks) == 32
+
+
+@pytest.mark.parametrize("num_tiles, num_sequences, together", [(1, 1, 1), (1, 5, 2), (2, 3, 8), (7, 10, 4), (16, 24, 8)])
+def test_tiles_are_given_out_once_and_heaviest_first(
+    num_tiles: int, num_sequences: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minimum=min)
+    monkeypatch.setattr(hopper_common, "gl", numbers)
+    everything = list(range(num_tiles * num_sequences))
+    for last_apart in (False, True):
+        order = [hopper_common.in_turn.fn(n, num_tiles, num_sequences, together, last_apart) for n in everything]
+        assert sorted(order) == list(itertools.product(range(num_sequences), range(num_tiles)))
+        groups = range(0, num_sequences, together)
+        for first in groups:  # within a group all heads' tiles of one turn come before those of the next
+            turns = [turn for sequence, turn in order if first <= sequence < first + together]
+            assert turns == sorted(turns)
+        apart = [sequence for sequence, turn in order[-num_sequences:] if turn == num_tiles - 1]
+        assert not last_apart or apart == list(range(num_sequences))
+
+
+def test_heads_go_together_in_whole_groups() -> None:
+    assert heads_together(2**30, 1, many=False) == 2 and heads_together(2**30, 4, many=False) == 8
+    assert heads_together(2**30, 1, many=True) == 8 and heads_together(2**18, 1, many=True) == 64
