@@ -16,7 +16,7 @@ from .hopper_common import WARPGROUP_ROWS
 from .launches import Arguments
 from .triton_common import Tiles, is_aligned
 
-# Bytes of the L2 cache that the heads in work may fill; 8 and 32 MiB were no faster, everything at once was slower.
+# Bytes of the L2 cache that the heads in work may fill; in a forward 8 and 32 MiB were no faster, all at once was slower.
 CACHE = 16 * 2**20
 
 
@@ -66,7 +66,7 @@ def backward_arguments(
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
-    # through shared memory, where there is room, and what is written replaces what was there
+    # through shared memory, dk through a place of q or dout: where there is room, and what is written replaces what was there
     staged = GRADIENTS_LEAVE_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if turns is None:
@@ -115,10 +115,10 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
 
 
 def heads_together(streamed: int, group: int, many: bool) -> int:
-    """How many heads to work on at a time, so that what they stream, `streamed` bytes for each group, stays in the L2 cache.
+    """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
 
-    A few groups in any case; `many` where more of them were faster: in the backward, whose programs end together then, and in a
-    forward with documents, of which each reads only its own.
+    But not fewer than two; and `many` where more were faster though they do not all fit: in a backward, and in a forward with
+    documents, of which each reads only its own. With two, the last heads' longest tiles begin when nothing else is left to do.
     """
     return group * max(8 if many else 2, CACHE // max(1, streamed))
 

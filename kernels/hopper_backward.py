@@ -10,8 +10,9 @@ work beside each other and wait for nothing but each other's tiles in shared mem
 What they read of shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
 key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
-Of 128 keys a consumer takes 64. Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a
-consumer half of the columns; both work out the same scores, which costs two products more and saves them a meeting.
+Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them (but not at small head dims, where scores
+run a tile ahead). Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a consumer half
+of the columns; both work out the same scores, which costs two products more and saves them a meeting.
 
 Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
 programs come by; in a deterministic backward they take turns (hopper_dq.py).
@@ -86,7 +87,8 @@ def attention_backward(
     lse_tile = stats  # stands in where the product with it is enough
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # of each place: head, first row, whether the mask splits it, which consumers' keys it sees (1: lower, 2: upper)
+    # of each place: head, first row, whether the mask splits it, and where tiles are left out whose keys it sees (1: consumer
+    # 0's, 2: consumer 1's)
     facts = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in memory: as constants they would take registers that the loop needs
@@ -96,6 +98,7 @@ def attention_backward(
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, full_at, free_at, ds_full, ds_free)
 
+    # Apart only where dk and dv leave through shared memory: elsewhere registers are short, and this is arithmetic with them.
     sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, STAGED)
     first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
@@ -113,11 +116,12 @@ def attention_backward(
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
-    halves = (None, None)  # or: where queries of the lower 64 keys end, and where those of the upper begin
-    if TIGHT and BLOCK_N == 128:
+    LEAVES_OUT: gl.constexpr = TIGHT and BLOCK_N == 128
+    borders = (None, None)  # or: where queries of the lower 64 keys end, and where those of the upper begin
+    if LEAVES_OUT:
         _, lower_hi = queries_of(position(first_key + 63, k_at), mask, b)
         upper_lo, _ = queries_of(position(first_key + 64, k_at), mask, b)
-        halves = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
+        borders = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
     taking_turns = (None, None, None, None)  # or: whose turn, its stride of heads, ours, rows that the one before sees
     if turns is not None:
         _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
@@ -148,19 +152,19 @@ def attention_backward(
         )),
         (produce, (
             q, dout, q_tile, dout_tile, statistics, flags,
-            b, kv_head, begin, full, rest, end, halves, STAGES, BIAS, GROUP,
+            b, kv_head, begin, full, rest, end, borders, STAGES, BIAS, GROUP,
         )),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 @gluon.jit
 def produce(
-    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, begin, full, rest, end, halves,
+    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, begin, full, rest, end, borders,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
     _kv_full, full_at, free_at, _ds_full, _ds_free = flags
-    lower_end, upper_begin = halves
+    lower_end, upper_begin = borders
     num = end - begin
     num_split = full - begin + end - rest
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -234,6 +238,7 @@ def consume(
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     MINUS: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALVES: gl.constexpr = BLOCK_N == 64
+    LEAVES_OUT: gl.constexpr = TIGHT and not HALVES
     FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
     COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
     COLUMN_V: gl.constexpr = ME * WIDTH_V if HALVES else 0
@@ -266,7 +271,7 @@ def consume(
         if TIGHT:
             wait_full(full_at, i, STAGES)
         # At a diagonal a tile's queries may see the other consumer's keys alone.
-        if (number(facts, 4 * place + 3) & 1 << ME if TIGHT and not HALVES else 1) != 0:
+        if (number(facts, 4 * place + 3) & (1 << ME) if LEAVES_OUT else 1) != 0:
             if TIGHT:
                 s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -319,7 +324,8 @@ def consume(
             arrive_each(ds_full.index(ds_place))
         arrive_each(free_at.index(place))
     if STAGED:
-        # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there.
+        # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
+        # other consumer's scores, if they run a tile ahead, are then of whatever is there, and dropped.)
         v_mine = v_tile.index(ME)
         v_mine.reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
         fence_async_shared()

@@ -127,8 +127,8 @@ def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr)
     """Number of a piece of work → (sequence, which of its tiles).
 
     `together` heads at a time; of these heads go fastest, so that a group's read the same at the same time and find it in the
-    L2 cache. Tiles come with those first that take longest under a causal mask. If LAST_APART each head's last, the shortest,
-    waits until all others have been given out, and fills what these leave idle at the end.
+    L2 cache. Tiles that take longest under a causal mask come first. If LAST_APART each head's last, the shortest, waits until
+    all others have been given out, and fills what these leave idle at the end. A head's tiles come in order all the same.
     """
     first_turn = 0
     if LAST_APART:

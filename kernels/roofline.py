@@ -166,12 +166,13 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
     group, at, fp32 = shape.heads // shape.kv_heads, Sizes.of(shape, size), 4 / size
     num_groups, hopper = shape.batch * shape.kv_heads, backend == "hopper"
     many = way == "backward" or shape.documents is not None
+    alive = max(shape.documents or (shape.length,)) / shape.length  # what programs of one head read at about the same time
 
     def streamed(rows: int, keys: int, width: int, each: float, least: float, of_group: float) -> Stream:
         """`width` rows of every pair of tiles, `each` bytes a row."""
         heads = min(num_groups, heads_together(int(of_group), 1, many)) if hopper else num_groups
         loads = shape.batch * shape.heads * tile_pairs(shape, rows, keys) * width * each
-        return Stream(loads, least, heads * of_group, heads)
+        return Stream(loads, least, heads * of_group * alive, heads)
 
     def products(number: int, rows: int, keys: int) -> float:
         area = tile_pairs(shape, rows, keys) * rows * keys

@@ -1,6 +1,7 @@
 """What only a GPU can show: real tiles, long sequences, wide strides, memory, and that nothing waits for the device."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,6 +37,15 @@ def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_memory: None) -> None:
     check_case(case.grown(growth) if growth > 1 else case, "hopper", dtype, "cuda")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.width == 32 and not case.dropout and case.scale is None], ids=str
+)
+def test_sweep_of_wide_heads_on_hopper(case: Case, poisoned_memory: None) -> None:
+    """At head dim 128, where a backward's consumers leave out tiles that their keys do not see."""
+    check_case(replace(case.grown(13), width=128), "hopper", torch.bfloat16, "cuda")
 
 
 @ON_HOPPER

@@ -81,6 +81,8 @@ def test_tiles_are_given_out_once_and_heaviest_first(
     for last_apart in (False, True):
         order = [hopper_common.in_turn.fn(n, num_tiles, num_sequences, together, last_apart) for n in everything]
         assert sorted(order) == list(itertools.product(range(num_sequences), range(num_tiles)))
+        for sequence in range(num_sequences):  # a deterministic backward counts on it
+            assert [turn for which, turn in order if which == sequence] == list(range(num_tiles))
         groups = range(0, num_sequences, together)
         for first in groups:  # within a group all heads' tiles of one turn come before those of the next
             turns = [turn for sequence, turn in order if first <= sequence < first + together]
