@@ -117,7 +117,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
     yield from forward_launches(block, carry, out, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
-    yield from backward_launches(block, Gradients(out, lse, lse, *grads), carry is not None, backward)
+    yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if carry else False, backward)
     if not gluon and name in EVERYWHERE:
         total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
         yield sums.launch(total, total[:2048], 2048, 0, k, v)
