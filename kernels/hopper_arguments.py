@@ -30,6 +30,7 @@ def forward_arguments(
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
     staged = options.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
+    of_keys, documents = k_rows * (width + v_width) * k.element_size(), mask[2] is not None
     given = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
@@ -48,7 +49,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        together=min(num_sequences, heads_together(k_rows * (width + v_width) * k.element_size(), group, mask[2] is not None)),
+        together=min(num_sequences, heads_together(of_keys, group, many=documents)),
         DV=v_width,
         STAGED=staged,
         **rules,
@@ -70,7 +71,7 @@ def backward_arguments(
     staged = GRADIENTS_LEAVE_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if turns is None:
-        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1, True)
+        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1, many=True)
     else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
         together = num_sequences
     given = dict(

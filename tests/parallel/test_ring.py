@@ -163,9 +163,8 @@ def test_when_the_own_block_is_computed(
     needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before all others, all of it or in halves, unless transfers would stand behind it, or kernels must not meet."""
-    given: list[
-        tuple[bool, int, str]
-    ] = []  # of each kernel: whether it is the own block's, how many heads, and on which stream
+    # of each kernel: whether it is the own block's, how many heads, and on which stream
+    given: list[tuple[bool, int, str]] = []
     priorities: dict[str, int] = {}
     stream = "caller's"
 
