@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # With Triton 3.9's assembler a store of dk or dv to shared memory puts the products in the loop before it one after another.
 GRADIENTS_LEAVE_BY_TMA = VERSION < (3, 9)
+# With Triton 3.8 numbers of 16 bits go through a branch in a register each, and registers do not suffice.
+PAIRS_GO_THROUGH_BRANCHES = gl.constexpr(VERSION != (3, 8))
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 

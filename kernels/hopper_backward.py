@@ -10,9 +10,10 @@ work beside each other and wait for nothing but each other's tiles in shared mem
 What they read of shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
 key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
-Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them (but not at small head dims, where scores
-run a tile ahead). Above head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a consumer half
-of the columns; both work out the same scores, which costs two products more and saves them a meeting.
+Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
+so that one's products run beside the other's exponentials. (Neither at small head dims, where scores run a tile ahead.) Above
+head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a consumer half of the columns; both work
+out the same scores, which costs two products more and saves them a meeting.
 
 Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
 programs come by; in a deterministic backward they take turns (hopper_dq.py).
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block import Again, Block, Gradients
-from .compat import tma_load, tma_store
+from .compat import PAIRS_GO_THROUGH_BRANCHES, tma_load, tma_store
 from .hopper_arguments import backward_arguments
 from .hopper_common import (
     arrive_each,
@@ -93,9 +94,10 @@ def attention_backward(
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, _kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
+    may_score, _ = barriers(2, 128, 1)  # where consumers alternate
     full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
-    flags = (kv_full, full_at, free_at, ds_full, ds_free)
+    flags = (kv_full, may_score, full_at, free_at, ds_full, ds_free)
 
     # Apart only where dk and dv leave through shared memory: elsewhere registers are short, and this is arithmetic with them.
     sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, STAGED)
@@ -146,7 +148,7 @@ def attention_backward(
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
-            dq, k_tile.index(0), ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
+            dq, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
@@ -164,7 +166,7 @@ def consume(
     GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
-    kv_full, full_at, free_at, ds_full, ds_free = flags
+    kv_full, may_score, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
@@ -177,7 +179,9 @@ def consume(
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     MINUS: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     HALVES: gl.constexpr = BLOCK_N == 64
+    HANDS_ON: gl.constexpr = not HALVES or ME == 0  # dS; of two that work out the same one does
     LEAVES_OUT: gl.constexpr = TIGHT and BLOCK_N == 128
+    ALTERNATES: gl.constexpr = LEAVES_OUT  # in working out scores
     FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
     COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
     COLUMN_V: gl.constexpr = ME * WIDTH_V if HALVES else 0
@@ -209,11 +213,15 @@ def consume(
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
         if TIGHT:
             wait_full(full_at, i, STAGES)
+        if ALTERNATES:
+            mbarrier.wait(may_score.index(ME), (i & 1) ^ (1 - ME))  # consumer 0 begins
         # At a diagonal a tile's queries may see the other consumer's keys alone.
         if (number(facts, 4 * place + 3) & (1 << ME) if LEAVES_OUT else 1) != 0:
             if TIGHT:
                 s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
                 s = warpgroup_mma_wait(0, deps=(s,))
+                if ALTERNATES:
+                    arrive_each(may_score.index(1 - ME))
             else:
                 dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
             s, factor = exponents(s, scale, softcap, False)
@@ -221,17 +229,22 @@ def consume(
             if softcap is not None:
                 exponent -= lse_tile.index(place).load(QUERIES)[None, :]
             p = gl.exp2(exponent)
+            # To 16 bits before the mask, whose branch the compiler moves nothing across: so conversions fill the time that
+            # exponentials take, and what goes through the branch takes half the registers.
+            if PAIRS_GO_THROUGH_BRANCHES:
+                weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
             if number(facts, 4 * place + 2) != 0:
                 p_q = position(number(facts, 4 * place + 1) + rows.load(QUERIES), q_at)
                 visible = p_q[None, :] <= hi[:, None]
                 if mask[1] is not None or mask[2] is not None:
                     visible &= p_q[None, :] >= lo[:, None]
                 p = gl.where(visible, p, 0.0)
-            weights = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+                if PAIRS_GO_THROUGH_BRANCHES:
+                    weights = gl.where(visible, weights, 0.0)
+            if not PAIRS_GO_THROUGH_BRANCHES:
+                weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
+            weights = gl.convert_layout(weights, gl.DotOperandLayout(0, V_LAYOUT, 2))
             if TIGHT:
-                if BIAS == 0:
-                    p *= 2.0**14
-                p = p.to(gl.float16)
                 dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
             dv = warpgroup_mma(weights, dout, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -241,13 +254,14 @@ def consume(
             if softcap is not None:
                 ds *= 1 - s * s
             ds = ds.to(q_tile.dtype)
-            if not HALVES or ME == 0:
+            if HANDS_ON:
                 ds_place = wait_free(ds_free, i, DS_STAGES)
                 ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
+            if HANDS_ON and TIGHT:
+                hand_on(ds_full.index(ds_place))
             dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-            if not HALVES or ME == 0:
-                fence_async_shared()
-                arrive_each(ds_full.index(ds_place))
+            if HANDS_ON and not TIGHT:
+                hand_on(ds_full.index(ds_place))
             if TIGHT:
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
             else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
@@ -257,10 +271,10 @@ def consume(
                 s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
                 dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         else:
+            arrive_each(may_score.index(1 - ME))
             ds_place = wait_free(ds_free, i, DS_STAGES)
             ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
-            fence_async_shared()
-            arrive_each(ds_full.index(ds_place))
+            hand_on(ds_full.index(ds_place))
         arrive_each(free_at.index(place))
     if STAGED:
         # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
@@ -285,6 +299,24 @@ def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
     """(keys, queries) of k or v with a tile of q or dout, less what each query's lse or delta is."""
     acc = warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(minus, stats.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def narrow(p, DTYPE: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr):
+    """Weights as dv's product takes them, and as they wait for dS."""
+    weights = p.to(DTYPE)
+    if TIGHT:
+        if BIAS == 0:
+            p *= 2.0**14
+        p = p.to(gl.float16)
+    return weights, p
+
+
+@gluon.jit
+def hand_on(full):
+    """What was stored in shared memory, to a party whose products read it."""
+    fence_async_shared()
+    arrive_each(full)
 
 
 @gluon.jit

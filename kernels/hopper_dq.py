@@ -27,10 +27,9 @@ def collect(
     DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once."""
-    kv_full, full_at, free_at, ds_full, ds_free = flags
+    kv_full, _may_score, full_at, free_at, ds_full, ds_free = flags
     turns, _stride, turn, _before_end = taking_turns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    k_all = k_tile.reshape([BLOCK_N, BLOCK_D])
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
     last_h, last_row = 0, 0
@@ -41,6 +40,7 @@ def collect(
         if turns is not None:
             seen = turn_at(taking_turns, h, row)
         ds_place = wait_full(ds_full, i, DS_STAGES)
+        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see consume
         ds = ds_tile.index(ds_place).permute((1, 0))
         for part in gl.static_range(BLOCK_D // 64):
             dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
@@ -57,7 +57,10 @@ def collect(
                 while seen != turn:  # what is added next comes behind a barrier of all four warps: see store_apart
                     seen = turn_at(taking_turns, h, row)
             for piece in gl.static_range(64 // DQ_WIDTH):
-                out = dq_tile.index((i * (BLOCK_D // DQ_WIDTH) + part * (64 // DQ_WIDTH) + piece) % DQ_STAGES)
+                nth = part * (64 // DQ_WIDTH) + piece
+                if BLOCK_D // DQ_WIDTH % DQ_STAGES != 0:  # else every tile begins at the same place
+                    nth += i * (BLOCK_D // DQ_WIDTH)
+                out = dq_tile.index(nth % DQ_STAGES)
                 tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
                 store_apart(pieces[piece], out, DQ_WIDTH)
                 fence_async_shared()
