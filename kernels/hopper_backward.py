@@ -12,8 +12,8 @@ key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
 Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
 so that one's products run beside the other's exponentials. (Neither at small head dims, where scores run a tile ahead.) Above
-head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a consumer half of the columns; both work
-out the same scores, which costs two products more and saves them a meeting.
+head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and a consumer half of the columns; both
+work out the same scores, which costs two products more and saves them a meeting.
 
 Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
 programs come by; in a deterministic backward they take turns (hopper_dq.py).
