@@ -3,6 +3,7 @@
     python -m kernels.bench                                     # the shapes that matter, on whatever this machine has
     python -m kernels.bench --shapes d64-gqa4-causal-32k --only triton,fa4 --save
     python -m kernels.bench --roofline                          # what limits each, and how near it comes: see roofline.py
+    python -m kernels.bench --only hopper --cycles              # clock cycles, to compare with those of another checkout
 
 Every kernel gets the same inputs and first has to be right: out, dq, dk and dv of the first and the last KV head, at full
 length, against the definition computed in fp32 (fp64 for fp32 inputs); and finite everywhere. Only then is it timed. Clocks
@@ -134,7 +135,9 @@ def random_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> lis
     return [torch.randn(size, device=device, dtype=dtype) for size in sizes]
 
 
-def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float) -> list[Row]:
+def measure(
+    shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float, cycles: bool = False
+) -> list[Row]:
     """A row for each kernel."""
     table = kernels()
     q, k, v, dout = random_inputs(shape, device, dtype)
@@ -159,6 +162,10 @@ def measure(shape: Shape, names: list[str], device: torch.device, dtype: torch.d
     for row in rows:
         if row["status"] == "ok":
             row |= speeds(times[row["kernel"]], shape.flops())
+        if row["status"] == "ok" and cycles:
+            from .cycles import of_both  # only here: it needs Triton
+
+            row |= attempt(of_both, table[row["kernel"]].run, inputs, dout, shape, row, rep)
     return rows
 
 
@@ -208,6 +215,8 @@ def report(shape: Shape, rows: list[Row]) -> str:
             line += f"{row['status']}: {row['note']}"
         if row.get("error_out") is not None:
             line += f"{row['error_out']:>9.1e}{row['error_grad']:>9.1e}"
+        if "forward_mcycles" in row:
+            line += f"  {row['forward_mcycles']:.4f} / {row['backward_mcycles']:.4f} million cycles"
         lines.append(line)
     good = [row for row in rows if row["status"] == "ok"]
     ours, rivals = ([row for row in good if row["ours"] is mine] for mine in (True, False))
@@ -263,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
     parser.add_argument("--rounds", type=int, default=3, help="how often each kernel has its turn (default %(default)s)")
     parser.add_argument("--rep", type=float, default=200, help="ms of one turn (default %(default)s)")
+    parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
     parser.add_argument(
         "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default attention-DEVICE)"
     )
@@ -312,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     if (args.saved or args.plot is not None) and not args.roofline:
         parser.error("--from and --plot belong to --roofline: add it")
     if args.roofline and (args.saved or not torch.cuda.is_available()):
-        for name in ("only", "device", "dtype", "rounds", "rep", "save", "json"):
+        for name in ("only", "device", "dtype", "rounds", "rep", "cycles", "save", "json"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} belongs to a measurement, and saved results are shown as they are: leave it out")
         try:
@@ -324,6 +334,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no GPU here: use --device cpu")
+    if args.cycles and (args.device == "cpu" or torch.version.hip):
+        parser.error("--cycles reads the clocks of NVIDIA's multiprocessors: leave it out here")
     usual = [name for name, kernel in kernels().items() if args.device in kernel.devices]
     if args.roofline:
         usual = roofline.KERNELS
@@ -348,11 +360,11 @@ def main(argv: list[str] | None = None) -> int:
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     only = ["--only", args.only] if args.only else []
     chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
-    chosen += f" --rounds {args.rounds} --rep {args.rep:g}" + " --roofline" * args.roofline
+    chosen += f" --rounds {args.rounds} --rep {args.rep:g}" + " --cycles" * args.cycles + " --roofline" * args.roofline
     rows: list[Row] = []
     result = {"kind": "attention", **about, "dtype": dtype, "command": f"python -m kernels.bench {chosen}"}
     for index, shape in enumerate(shapes):
-        its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep)
+        its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep, args.cycles)
         print(report(shape, its), flush=True)
         rows += its
         note = roofline.count(rows, dtype) if args.roofline and index + 1 == len(shapes) else ""

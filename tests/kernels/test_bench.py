@@ -9,6 +9,8 @@ import torch
 from kernels import bench, peers
 from kernels.peers import Kernel, Shape
 
+from ..conftest import ON_HOPPER
+
 
 def counted(shape: Shape) -> int:
     return int(shape.visible(torch.arange(shape.length)).sum())
@@ -147,6 +149,7 @@ def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.Mo
     [
         (["--only", "flux"], "the kernels are"),
         (["--rounds", "0"], "at least 1"),
+        (["--cycles"], "leave it out here"),
         (["--json", "no/such/folder/x.json"], "make it first"),
         (["--shapes", "huge"], "invalid choice"),
     ],
@@ -166,3 +169,15 @@ def test_names_of_results() -> None:
     assert bench.slug("NVIDIA H200") == "h200"
     assert bench.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
     assert bench.slug("CPU, x86_64") == "cpu"
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_cycles_are_those_of_one_call() -> None:
+    from kernels.cycles import cycles_of
+
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    once, twice = cycles_of(lambda: x @ x, 20, device), cycles_of(lambda: x @ x @ x, 20, device)
+    assert 1.8 * once < twice < 2.2 * once
+    assert once > 4096**3 / (132 * 2048)  # no multiprocessor multiplies more in a cycle

@@ -1,0 +1,47 @@
+"""How many clock cycles a call takes. A GPU's clock drifts by several percent within minutes, and with the power that a kernel
+takes; the cycles of one call are the same within some tenths of a percent, also from one machine to the next. So two versions
+of a kernel, in two checkouts, are compared by them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .peers import Run, Shape
+
+
+@triton.jit
+def read_clocks(to):
+    """Every multiprocessor's count, where its number says."""
+    multiprocessor = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, is_pure=False, pack=1)
+    clock = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], tl.int64, is_pure=False, pack=1)
+    tl.store(to + multiprocessor, clock)
+
+
+def cycles_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Of one call among `repeats` that follow upon each other, so that the host has to be faster than they are."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    before, after = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
+    call()  # what is worked out once is
+    read_clocks[(count,)](before, num_warps=1)
+    for _ in range(repeats):
+        call()
+    read_clocks[(count,)](after, num_warps=1)
+    read = (before > 0) & (after > 0)  # two programs may share a multiprocessor, and another then has none
+    return (after - before)[read].double().median().item() / repeats
+
+
+def of_both(
+    run: Run, inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, shape: Shape, row: dict[str, Any], rep: float
+) -> dict[str, float]:
+    """Millions, of a forward and of its backward, from as many calls as take about `rep` ms by what `row` says."""
+
+    def millions(way: str, call: Callable[[], object]) -> dict[str, float]:
+        return {f"{way}_mcycles": cycles_of(call, max(2, int(rep / row[f"{way}_ms"])), dout.device) / 1e6}
+
+    forward = millions("forward", lambda: run(*inputs, shape))
+    out = run(*inputs, shape)
+    return forward | millions("backward", lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
