@@ -1,6 +1,7 @@
 """How many clock cycles a call takes. A GPU's clock drifts by several percent within minutes, and with the power that a kernel
-takes; the cycles of one call are the same within some tenths of a percent, also from one machine to the next. So two versions
-of a kernel, in two checkouts, are compared by them."""
+takes; on the H200s that were tried the cycles of a kernel that computes were the same within some tenths of a percent. (What it
+waits for DRAM, whose clock is another, does not count in cycles.) So two versions of a kernel, in two checkouts, are compared
+by them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,23 +15,25 @@ from .peers import Run, Shape
 
 
 @triton.jit
-def read_clocks(to):
-    """Every multiprocessor's count, where its number says."""
+def read_clocks(to, count):
+    """Every multiprocessor's count, where its number says; nobody promises that numbers end at how many there are."""
     multiprocessor = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], tl.int32, is_pure=False, pack=1)
     clock = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], tl.int64, is_pure=False, pack=1)
-    tl.store(to + multiprocessor, clock)
+    tl.store(to + multiprocessor, clock, mask=multiprocessor < count)
 
 
 def cycles_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Of one call among `repeats` that follow upon each other, so that the host has to be faster than they are."""
+    """Of one call among `repeats` that follow upon each other. What lies between two counts: the host has to be faster."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     before, after = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
     call()  # what is worked out once is
-    read_clocks[(count,)](before, num_warps=1)
+    read_clocks[(count,)](before, count, num_warps=1)
     for _ in range(repeats):
         call()
-    read_clocks[(count,)](after, num_warps=1)
+    read_clocks[(count,)](after, count, num_warps=1)
     read = (before > 0) & (after > 0)  # two programs may share a multiprocessor, and another then has none
+    if not read.any():
+        raise RuntimeError("no multiprocessor was read before and after: is another process at work on this GPU?")
     return (after - before)[read].double().median().item() / repeats
 
 

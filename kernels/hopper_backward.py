@@ -230,7 +230,7 @@ def consume(
                 exponent -= lse_tile.index(place).load(QUERIES)[None, :]
             p = gl.exp2(exponent)
             # To 16 bits before the mask, whose branch the compiler moves nothing across: so conversions fill the time that
-            # exponentials take, and what goes through the branch takes half the registers.
+            # exponentials take.
             if PAIRS_GO_THROUGH_BRANCHES:
                 weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
             if number(facts, 4 * place + 2) != 0:
@@ -271,7 +271,8 @@ def consume(
                 s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
                 dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         else:
-            arrive_each(may_score.index(1 - ME))
+            if ALTERNATES:
+                arrive_each(may_score.index(1 - ME))
             ds_place = wait_free(ds_free, i, DS_STAGES)
             ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
             hand_on(ds_full.index(ds_place))
