@@ -125,6 +125,7 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
     best: tuple[float, float, float, str] | None = None
     width, windowed = head_dim(config.model), any(config.model.windows)
     results = [(path, json.loads(path.read_text())) for path in sorted(RESULTS.glob("attention-*.json"))]
+    results.sort(key=lambda result: result[1]["date"], reverse=True)  # of equally near ones the newest is taken
     taken = {result["device"]: "triton" for _, result in results}  # by `auto`; where Hopper's kernels ran, these
     taken |= {result["device"]: "hopper" for _, result in results if any(row["kernel"] == "hopper" for row in result["rows"])}
     for path, result in results:

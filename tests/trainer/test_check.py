@@ -317,21 +317,21 @@ def test_step_time_follows_the_work() -> None:
 
 def test_attention_speed_is_a_measurement_and_says_which() -> None:
     forward, backward, source = check.attention_speed(planned(), H200)
-    assert source.startswith("d128-gqa4-causal-32k in attention-")  # of several results with this shape, any
+    assert source.startswith("d128-gqa4-causal-32k in attention-again-h200.json")
     assert 100e12 < backward < forward < 989e12
     scaled = check.attention_speed(planned(), check.MACHINES["a100"])
     assert scaled[0] == pytest.approx(forward * 312 / 989) and "scaled from NVIDIA H200" in scaled[2]
 
 
 def test_attention_speed_is_that_of_the_kernel_that_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest shape, but a portable kernel's only where no other ran."""
+    """The nearest shape, but a portable kernel's only where no other ran; and of two results with it the newer."""
     monkeypatch.setattr(check, "RESULTS", tmp_path)
 
-    def save(name: str, *rows: tuple[str, str, int | None]) -> None:
+    def save(name: str, *rows: tuple[str, str, int | None], date: str = "2026-11-20") -> None:
         shapes = [dict(name=s, causal=True, head_dim=128, length=32768, window=w, documents=None) for s, _, w in rows]
         speed = dict(ours=True, status="ok", forward_tflops=500, backward_tflops=400)
         measured = [dict(shape=s, kernel=k, **speed) for s, k, _ in rows]
-        (tmp_path / name).write_text(json.dumps(dict(device="NVIDIA H200", shapes=shapes, rows=measured)))
+        (tmp_path / name).write_text(json.dumps(dict(device="NVIDIA H200", date=date, shapes=shapes, rows=measured)))
 
     windows = planned("model.windows=[4096]")
     save("attention-a.json", ("causal", "triton", None), ("window", "triton", 4096))
@@ -342,6 +342,9 @@ def test_attention_speed_is_that_of_the_kernel_that_will_run(tmp_path: Path, mon
     assert check.attention_speed(windows, H200)[2] == "causal in attention-b.json"
     save("attention-c.json", ("window", "hopper", 4096))
     assert check.attention_speed(windows, H200)[2] == "window in attention-c.json"
+    save("attention-d.json", ("window", "hopper", 4096), date="2026-11-19")
+    save("attention-e.json", ("window", "hopper", 4096), date="2026-11-21")
+    assert check.attention_speed(windows, H200)[2] == "window in attention-e.json"
 
 
 def test_a_plan_needs_no_file_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
