@@ -1,6 +1,6 @@
 """How many clock cycles a call takes. A GPU's clock drifts by several percent within minutes, and with the power that a kernel
-takes; on the H200s that were tried the cycles of a kernel that computes were the same within some tenths of a percent. (What it
-waits for DRAM, whose clock is another, does not count in cycles.) So two versions of a kernel, in two checkouts, are compared
+takes; on the H200s that were tried the cycles of a kernel that computes were the same within some tenths of a percent. (DRAM
+has a clock of its own, so the cycles of waiting for it do drift.) So two versions of a kernel, in two checkouts, are compared
 by them."""
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ work beside each other and wait for nothing but each other's tiles in shared mem
     consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers
     collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory (hopper_dq.py)
 
-What they read of shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
+What passes through shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
 key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
 Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
