@@ -94,7 +94,10 @@ def attention_backward(
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, _kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
-    may_score, _ = barriers(2, 128, 1)  # where consumers alternate
+    # where consumers alternate; each in memory of its own: of the same, Triton would stop a warpgroup between wait and arrival
+    may_score_0, _ = barriers(1, 128, 1)
+    may_score_1, _ = barriers(1, 128, 1)
+    may_score = (may_score_0, may_score_1)
     full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, may_score, full_at, free_at, ds_full, ds_free)
@@ -211,17 +214,17 @@ def consume(
         place = i % STAGES
         q = q_tile.index(place).reshape([64, BLOCK_D]).slice(COLUMN, WIDTH, dim=1)
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
+        if ALTERNATES:
+            mbarrier.wait(may_score[ME].index(0), (i & 1) ^ (1 - ME))  # consumer 0 begins
         if TIGHT:
             wait_full(full_at, i, STAGES)
-        if ALTERNATES:
-            mbarrier.wait(may_score.index(ME), (i & 1) ^ (1 - ME))  # consumer 0 begins
         # At a diagonal a tile's queries may see the other consumer's keys alone.
         if (number(facts, 4 * place + 3) & (1 << ME) if LEAVES_OUT else 1) != 0:
             if TIGHT:
                 s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if ALTERNATES:
-                    arrive_each(may_score.index(1 - ME))
+                    arrive_each(may_score[1 - ME].index(0))
             else:
                 dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
             s, factor = exponents(s, scale, softcap, False)
@@ -272,7 +275,7 @@ def consume(
                 dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         else:
             if ALTERNATES:
-                arrive_each(may_score.index(1 - ME))
+                arrive_each(may_score[1 - ME].index(0))
             ds_place = wait_free(ds_free, i, DS_STAGES)
             ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
             hand_on(ds_full.index(ds_place))

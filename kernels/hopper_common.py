@@ -37,6 +37,15 @@ def arrive_each(barrier):
 
 
 @gluon.jit
+def arrive(barrier, IN_STEP: gl.constexpr):
+    """A warpgroup frees a place: as one, its warps in step, or each thread for itself. What is faster is measured."""
+    if IN_STEP:
+        mbarrier.arrive(barrier, count=1)
+    else:
+        arrive_each(barrier)
+
+
+@gluon.jit
 def wait_full(full, nth, NUM: gl.constexpr):
     """The place in a ring of NUM of the nth thing that comes by, once it is there."""
     place = nth % NUM
@@ -111,14 +120,14 @@ def publish(queue, i, tile):
 
 
 @gluon.jit
-def receive(queue, i):
+def receive(queue, i, IN_STEP: gl.constexpr):
     next_tile, next_full, next_free = queue
     place = wait_full(next_full, i, 2)
     first = place * 8
     more, b, h = number(next_tile, first), number(next_tile, first + 1), number(next_tile, first + 2)
     row, begin = number(next_tile, first + 3), number(next_tile, first + 4)
     full, rest, end = number(next_tile, first + 5), number(next_tile, first + 6), number(next_tile, first + 7)
-    mbarrier.arrive(next_free.index(place), count=1)
+    arrive(next_free.index(place), IN_STEP)
     return more, b, h, row, begin, full, rest, end
 
 

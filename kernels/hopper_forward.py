@@ -2,6 +2,7 @@
 
 Promises what the portable forward does, except fp32, dropout and scales below 1e-30. Each consumer warpgroup owns 64 queries.
 While the tensor cores multiply the last tile's weights with v and this tile's keys with q, its other units work on a softmax.
+(Three consumers keep the tensor cores busy for each other, and there only the maximum overlaps with one's own products.)
 What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
 
 The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that
@@ -28,6 +29,7 @@ from .block import Again, Block, Carry
 from .compat import tma_load, tma_store
 from .hopper_arguments import forward_arguments
 from .hopper_common import (
+    arrive,
     barriers,
     fetchable,
     nth_tile,
@@ -69,6 +71,7 @@ def attention_forward(
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, STAGED: gl.constexpr,
+    IN_STEP: gl.constexpr,
 ):  # fmt: skip
     """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); blocks of q and out are 64 rows."""
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
@@ -81,9 +84,10 @@ def attention_forward(
     # 0 … BLOCK_N - 1 in memory: as constants the compiler would keep them in registers that the loop needs
     columns = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns.store(gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0])))
-    q_full, q_free = barriers(Q_STAGES, 1, CONSUMERS)
-    kv_full, kv_free = barriers(STAGES, 1, CONSUMERS)
-    next_full, next_free = barriers(2, 1, CONSUMERS)
+    READERS: gl.constexpr = CONSUMERS if IN_STEP else CONSUMERS * 128
+    q_full, q_free = barriers(Q_STAGES, 1, READERS)
+    kv_full, kv_free = barriers(STAGES, 1, READERS)
+    next_full, next_free = barriers(2, 1, READERS)
     tiles = (q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns)
     queue = (next_tile, next_full, next_free)
     work = (mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together)
@@ -92,15 +96,30 @@ def attention_forward(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
-            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
+            (consume, (
+                tiles, queue, work, memory, 0,
+                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
+            )),
+            (consume, (
+                tiles, queue, work, memory, 1,
+                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
+            )),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
-            (consume, (tiles, queue, work, memory, 1, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
-            (consume, (tiles, queue, work, memory, 2, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED)),
+            (consume, (
+                tiles, queue, work, memory, 0,
+                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
+            )),
+            (consume, (
+                tiles, queue, work, memory, 1,
+                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
+            )),
+            (consume, (
+                tiles, queue, work, memory, 2,
+                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
+            )),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
@@ -150,6 +169,7 @@ def produce(
 def consume(
     tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
+    IN_STEP: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
     mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _together = work
@@ -158,16 +178,17 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    OVERLAP: gl.constexpr = CONSUMERS == 2  # one's exponentials with one's own last product: else others' products do
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
-    more, b, h, first_row, begin, full, rest, end = receive(queue, i)
+    more, b, h, first_row, begin, full, rest, end = receive(queue, i, IN_STEP)
     row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
     q_place = wait_full(q_full, i, Q_STAGES)
     place = wait_full(kv_full, slots, STAGES)
     s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(kv_free.index(place), count=1)
+    arrive(kv_free.index(place), IN_STEP)
     while more != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64, 4], 0.0, gl.float32, LANES)
@@ -175,7 +196,9 @@ def consume(
         q_mine = q_tile.index(q_place * CONSUMERS + ME)
 
         tile = nth_tile(0, begin, full, rest, end)
-        p, m, total, shrink = softmax(s, m, total, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
+        before_m = m
+        s, factor, m, shift, grown = follow(s, m, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
+        p, total, _shrink = weigh(s, factor, shift, total, before_m, grown)
         weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
         slots += 1
         place = wait_full(kv_full, slots, STAGES)
@@ -185,22 +208,32 @@ def consume(
             acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             tile = nth_tile(j, begin, full, rest, end)
-            p, m, total, shrink = softmax(s, m, total, tile, j < num_split, lo, hi, mask, columns, scale, softcap, BLOCK_N)
-            slots += 1
+            split = j < num_split
+            before_m = m
+            s, factor, m, shift, grown = follow(s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
             before = place
-            # Behind the branch that waiting for a slot is, the compiler leaves the next line's wait where it stands;
-            # else it would move it to before the softmax, which is to run while the product with v does.
-            place = wait_full(kv_full, slots, STAGES)
+            slots += 1
+            if OVERLAP:
+                p, total, shrink = weigh(s, factor, shift, total, before_m, grown)
+                # Behind the branch that waiting for a slot is, the compiler leaves the next line's wait where it stands;
+                # else it would move it to before the softmax, which is to run while the product with v does.
+                place = wait_full(kv_full, slots, STAGES)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(kv_free.index(before), count=1)
-            acc = scale_rows(acc, shrink)
+            arrive(kv_free.index(before), IN_STEP)
+            if OVERLAP:
+                acc = scale_rows(acc, shrink)
+            else:  # weights in 16 bits have registers now, so they are made while the exponentials are
+                acc = scale_rows(acc, shrunk(before_m, shift, grown))
+                p, total, _shrink = weigh(s, factor, shift, total, before_m, grown)
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
-        mbarrier.arrive(q_free.index(q_place), count=1)
+            if not OVERLAP:
+                place = wait_full(kv_full, slots, STAGES)
+        arrive(q_free.index(q_place), IN_STEP)
         # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
         # whatever is there, and nobody reads them.
         i += 1
         this_b, this_h, this_first, this_row = b, h, first_row + ME * 64, row
-        more, b, h, first_row, begin, full, rest, end = receive(queue, i)
+        more, b, h, first_row, begin, full, rest, end = receive(queue, i, IN_STEP)
         row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
         if more != 0:
             wait_full(q_full, i, Q_STAGES)
@@ -214,7 +247,7 @@ def consume(
             DV, BLOCK_DV, O_LAYOUT, STAGED,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(kv_free.index(place), count=1)
+        arrive(kv_free.index(place), IN_STEP)
 
     if STAGED:
         tma.store_wait(0)
@@ -282,13 +315,10 @@ def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def softmax(
-    s, m, total, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N: gl.constexpr,
+def follow(
+    s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N: gl.constexpr, IN_PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Scores → (weights, m, total, what acc shrinks by). split: the mask goes through the tile.
-
-    A reduction takes one number after another into the same register, each waiting for the one before. So the maximum begins
-    with four at a time, and of the sum, which nothing waits for, each thread keeps its own part to the end.
+    """Scores → (scores, their factor, m, what is taken from them, whether m has grown). split: the mask goes through the tile.
 
     m follows the maximum only when that is far above it, which it seldom is after the first tiles. Till then weights above 1
     are as exact as those below, and what was added up needs no scaling.
@@ -300,20 +330,31 @@ def softmax(
         if mask[0] is not None or mask[2] is not None:
             visible &= column >= (lo - tile * BLOCK_N)[:, None]
         s = gl.where(visible, s, float("-inf"))
-    quarter = s  # of the columns, each the maximum of four
-    for _ in gl.static_range(2):
-        left, right = quarter.reshape([64, 2, quarter.shape[1] // 2]).permute((0, 2, 1)).split()
-        quarter = gl.maximum(left, right)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(quarter, 1), m.type.layout, assert_trivial=True) * factor)
+    some = s
+    if IN_PAIRS:  # else one after another, each waiting for the one before, which fills the time of other consumers
+        left, right = s.reshape([64, 2, BLOCK_N // 2]).permute((0, 2, 1)).split()
+        some = gl.maximum(left, right)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(some, 1), m.type.layout, assert_trivial=True) * factor)
     grown = m_new > m + GROWTH
     m_new = gl.where(grown, m_new, m)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * factor - m_safe[:, None])
-    shrink = gl.where(grown, gl.exp2(m - m_safe), 1.0)
-    parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+    return s, factor, m_new, gl.where(m_new == float("-inf"), 0.0, m_new), grown
+
+
+@gluon.jit
+def weigh(s, factor, shift, total, before_m, grown):
+    """Scores → (weights, total, what was added up before shrinks by). Of a row's sum each thread keeps its own part to the end:
+    nothing waits for it."""
+    p = gl.exp2(s * factor - shift[:, None])
+    shrink = shrunk(before_m, shift, grown)
+    parts = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
     total *= gl.convert_layout(shrink, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None]
     total += gl.convert_layout(parts, LANES, assert_trivial=True)
-    return p, m_new, total, shrink
+    return p, total, shrink
+
+
+@gluon.jit
+def shrunk(before_m, shift, grown):
+    return gl.where(grown, gl.exp2(before_m - shift), 1.0)
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:

@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor
 
 FORWARD = {  # head dim up to: consumers of 64 queries each, keys a tile, buffers of q, of k and v, registers of a consumer,
-    # whether out goes to memory through shared memory (which then has to have room), registers a thread at launch
-    64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=4, REGISTERS=160, STAGED=False, maxnreg=128),
-    128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168),
-    256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168),
+    # whether out goes to memory through shared memory (which then has to have room), registers a thread at launch, whether
+    # a consumer's warps meet when it frees a place
+    64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
+    128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168, IN_STEP=False),
+    256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=True),
 }
 BACKWARD = {  # head dim up to: keys of a program, buffers of q and dout, of dS, of dq and how many columns one has, whether
     # registers are tight (then scores do not run a tile ahead, and weights wait in 16 bits), registers a thread at launch

@@ -54,7 +54,7 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
             c | dict(BLOCK_N=n, STAGES=s, STAGED=staged)
             for c in (TWO, THREE)
             for n in (64, 128)
-            for s in (2, 3, 4)
+            for s in (2, 3, 4, 5)
             for staged in (False, True)
         ],
         128: [

@@ -66,19 +66,19 @@ MAY_SPILL = {
     "hopper/d256-causal/attention_forward": 24,
     "hopper/d128-ring/attention_forward": 40,
     "hopper/d128-ring/attention_backward": 32,
-    "hopper/d128-softcap/attention_backward": 216,
+    "hopper/d128-softcap/attention_backward": 232,
     "hopper/d128-ordered/attention_backward": 24,
 }
 # What these versions' compilers spill instead, as measured. What that costs in speed has not been: no GPU ran them.
 SPILL_MORE = {
     "3.7": {
         "hopper/d256-causal/attention_forward": 32,
-        "hopper/d128-softcap/attention_backward": 224,
+        "hopper/d128-softcap/attention_backward": 240,
     },
     "3.8": {
         "sm_90/d128-fp32/attention_backward_dq": 40,
         "hopper/d128-causal/attention_backward": 24,
-        "hopper/d256-causal/attention_backward": 64,
+        "hopper/d256-causal/attention_backward": 72,
         "hopper/d128-ordered/attention_backward": 32,
     },
     "3.9": {
