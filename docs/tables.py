@@ -54,7 +54,28 @@ def attention(result: Result) -> str:
             else:
                 cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_each_tile(result)]) + "\n\n" + _origin(result)
+    return "\n".join([*lines, *_cycles(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
+
+
+def _cycles(result: Result, columns: list[str], labels: dict[str, str]) -> list[str]:
+    """Clock cycles of the same calls, where they were counted; the fewest of each row are bold."""
+    rows = {(row["shape"], row["kernel"]): row for row in result["rows"] if "forward_mcycles" in row}
+    if not rows:
+        return []
+    lines = ["", "| million cycles forward / backward | " + " | ".join(labels[kernel] for kernel in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for shape in result["shapes"]:
+        its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
+        ways = ("forward_mcycles", "backward_mcycles")
+        least = {way: min((row[way] for row in its if row), default=0.0) for way in ways}
+        cells = [
+            " / ".join(f"**{row[way]:.3f}**" if row[way] == low else f"{row[way]:.3f}" for way, low in least.items())
+            if row
+            else "–"
+            for row in its
+        ]
+        lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _each_tile(result: Result) -> list[str]:

@@ -7,8 +7,9 @@
 
 Every kernel gets the same inputs and first has to be right: out, dq, dk and dv of the first and the last KV head, at full
 length, against the definition computed in fp32 (fp64 for fp32 inputs); and finite everywhere. Only then is it timed. Clocks
-drift within minutes, so kernels take turns: a round times each once (the median of many calls), and the median over rounds
-is reported beside the slowest and the fastest round. Memory is what a call needs beyond inputs, output and gradients.
+drift within minutes, so kernels take turns: a round times each once (the median of many calls), every other round the other
+way round, and the median over rounds is reported beside the slowest and the fastest. Memory is what a call needs beyond inputs,
+output and gradients.
 """
 
 import argparse
@@ -150,8 +151,8 @@ def measure(
         rows.append(row | attempt(check, table[name].run, inputs, dout, truths, shape))
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for row in rows:
+    for nth in range(rounds):
+        for row in rows[:: -1 if nth % 2 else 1]:  # the other way round: who comes before leaves it a clock
             if row["status"] != "ok":
                 continue
             result = attempt(time_round, table[row["kernel"]].run, inputs, dout, shape, rep)

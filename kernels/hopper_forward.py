@@ -178,7 +178,7 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    OVERLAP: gl.constexpr = CONSUMERS == 2  # one's exponentials with one's own last product: else others' products do
+    OVERLAP: gl.constexpr = CONSUMERS == 2  # exponentials and one's own product with v; of three consumers others multiply
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far

@@ -56,15 +56,18 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
             for n in (64, 128)
             for s in (2, 3, 4, 5)
             for staged in (False, True)
-        ],
+        ]
+        + [THREE | dict(BLOCK_N=128, STAGES=5, STAGED=False, IN_STEP=False)],
         128: [
             c | dict(BLOCK_N=n, STAGES=s, Q_STAGES=qs, STAGED=staged)
             for c in (TWO, THREE)
             for n, s in ((64, 3), (64, 4), (128, 2))
             for qs in (1, 2)
             for staged in (False, True)
-        ],
-        256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2), (128, 1))],
+        ]
+        + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, IN_STEP=True)],
+        256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2), (128, 1))]
+        + [TWO | dict(BLOCK_N=64, STAGES=2, STAGED=False, IN_STEP=False)],
     },
     "hopper-backward": {
         64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)],
