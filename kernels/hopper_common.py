@@ -74,41 +74,6 @@ def number(numbers, n):
     return gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
-@gluon.constexpr_function
-def _scale_if(n):
-    """PTX: n numbers times n factors, unless the first flag is 0. Labels in braces are their own."""
-    lines = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"{{ .reg .pred none; setp.eq.s32 none, ${3 * n}, 0; @none bra done; {lines} done: }}"
-
-
-@gluon.constexpr_function
-def _scale_if_operands(n):
-    """Outputs, the same registers as inputs, factors, flags."""
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
-
-
-@gluon.jit
-def scale_rows(acc, factor, AT_ONCE: gl.constexpr = 32):
-    """acc, a warpgroup's 64 rows, times a factor for each; a warp whose factors are all 1 multiplies nothing.
-
-    A thread has two rows, so a pack of two is all that it has to vote for. Every warp votes and branches for itself, and no
-    compiler may move that: it is not pure.
-    """
-    gl.static_assert(
-        acc.shape[0] == 64 and acc.shape[1] * 64 // 128 % AT_ONCE == 0, "two rows a thread, and whole packs of them"
-    )
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    some = gl.inline_asm_elementwise(
-        "{ .reg .pred a, b; setp.neu.f32 a, $2, 0f3F800000; setp.neu.f32 b, $3, 0f3F800000; or.pred a, a, b; "
-        "vote.sync.any.pred a, a, 0xffffffff; selp.s32 $0, 1, 0, a; selp.s32 $1, 1, 0, a; }",
-        "=r,=r,f,f", [factor], dtype=gl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
-    given = [acc, gl.convert_layout(factor, ROWS)[:, None], gl.convert_layout(some, ROWS)[:, None]]
-    return gl.inline_asm_elementwise(
-        _scale_if(AT_ONCE), _scale_if_operands(AT_ONCE), given, dtype=gl.float32, is_pure=False, pack=AT_ONCE
-    )
-
-
 @gluon.jit
 def publish(queue, i, tile):
     """Tells the consumers about the i-th query tile of this program: (any left?, batch, head, first row, key tiles)."""

@@ -35,12 +35,12 @@ from .hopper_common import (
     nth_tile,
     publish,
     receive,
-    scale_rows,
     wait_free,
     wait_full,
     whereabouts,
     without_padding,
 )
+from .hopper_softmax import LANES, follow, scale_rows, shrunk, weigh
 from .hopper_tiles import tiles_for
 from .launches import Known, Launch
 from .mask import Bounds
@@ -48,7 +48,6 @@ from .triton_common import (
     ANY_SIZE,
     LN2,
     LOG2E,
-    exponents,
     keys_of,
     mask_argument,
     position,
@@ -57,12 +56,6 @@ from .triton_common import (
     rules,
 )
 from .triton_forward import forward_launches
-
-GROWTH = gl.constexpr(8.0)  # how far, as a power of two: weights are up to 256, which fp16 can hold too
-# of (row, part): the four threads that share a row have a part each
-LANES = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
-)
 
 
 @gluon.jit(**ANY_SIZE)
@@ -312,49 +305,6 @@ def finish(
 def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
     q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
     return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def follow(
-    s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N: gl.constexpr, IN_PAIRS: gl.constexpr,
-):  # fmt: skip
-    """Scores → (scores, their factor, m, what is taken from them, whether m has grown). split: the mask goes through the tile.
-
-    m follows the maximum only when that is far above it, which it seldom is after the first tiles. Till then weights above 1
-    are as exact as those below, and what was added up needs no scaling.
-    """
-    s, factor = exponents(s, scale, softcap, False)
-    if split:
-        column = columns.load(gl.SliceLayout(0, s.type.layout))[None, :]
-        visible = column <= (hi - tile * BLOCK_N)[:, None]  # hi ends with the keys
-        if mask[0] is not None or mask[2] is not None:
-            visible &= column >= (lo - tile * BLOCK_N)[:, None]
-        s = gl.where(visible, s, float("-inf"))
-    some = s
-    if IN_PAIRS:  # else one after another, each waiting for the one before, which fills the time of other consumers
-        left, right = s.reshape([64, 2, BLOCK_N // 2]).permute((0, 2, 1)).split()
-        some = gl.maximum(left, right)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(some, 1), m.type.layout, assert_trivial=True) * factor)
-    grown = m_new > m + GROWTH
-    m_new = gl.where(grown, m_new, m)
-    return s, factor, m_new, gl.where(m_new == float("-inf"), 0.0, m_new), grown
-
-
-@gluon.jit
-def weigh(s, factor, shift, total, before_m, grown):
-    """Scores → (weights, total, what was added up before shrinks by). Of a row's sum each thread keeps its own part to the end:
-    nothing waits for it."""
-    p = gl.exp2(s * factor - shift[:, None])
-    shrink = shrunk(before_m, shift, grown)
-    parts = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
-    total *= gl.convert_layout(shrink, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None]
-    total += gl.convert_layout(parts, LANES, assert_trivial=True)
-    return p, total, shrink
-
-
-@gluon.jit
-def shrunk(before_m, shift, grown):
-    return gl.where(grown, gl.exp2(before_m - shift), 1.0)
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
