@@ -58,7 +58,7 @@ def attention(result: Result) -> str:
 
 
 def _cycles(result: Result, columns: list[str], labels: dict[str, str]) -> list[str]:
-    """Clock cycles of the same calls, where they were counted; the fewest of each row are bold."""
+    """Clock cycles of calls without a pause, where they were counted; the fewest of each row are bold."""
     rows = {(row["shape"], row["kernel"]): row for row in result["rows"] if "forward_mcycles" in row}
     if not rows:
         return []

@@ -152,7 +152,7 @@ def measure(
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for nth in range(rounds):
-        for row in rows[:: -1 if nth % 2 else 1]:  # the other way round: who comes before leaves it a clock
+        for row in rows[:: -1 if nth % 2 else 1]:  # a kernel begins at the clock that the one before it left
             if row["status"] != "ok":
                 continue
             result = attempt(time_round, table[row["kernel"]].run, inputs, dout, shape, rep)

@@ -2,7 +2,7 @@
 
 Promises what the portable forward does, except fp32, dropout and scales below 1e-30. Each consumer warpgroup owns 64 queries.
 While the tensor cores multiply the last tile's weights with v and this tile's keys with q, its other units work on a softmax.
-(Three consumers keep the tensor cores busy for each other, and there only the maximum overlaps with one's own products.)
+(Not where there are three consumers: these keep the tensor cores busy for each other.)
 What is multiplied at the same time travels together: a slot of shared memory holds keys, and the values of the keys before.
 
 The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that
@@ -171,7 +171,8 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    OVERLAP: gl.constexpr = CONSUMERS == 2  # exponentials and one's own product with v; of three consumers others multiply
+    OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
+    gl.static_assert(STAGES > 1 or not OVERLAP, "a slot is waited for while another is still in use")
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far

@@ -20,7 +20,7 @@ LANES = gl.constexpr(
 def follow(
     s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N: gl.constexpr, IN_PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Scores → (scores, their factor, m, what is taken from them, whether m has grown). split: the mask goes through the tile.
+    """Scores → (scores, their factor, m, what is taken from them, whose m has grown). split: the mask goes through the tile.
 
     m follows the maximum only when that is far above it, which it seldom is after the first tiles. Till then weights above 1
     are as exact as those below, and what was added up needs no scaling.

@@ -66,7 +66,7 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
             for staged in (False, True)
         ]
         + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, IN_STEP=True)],
-        256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2), (128, 1))]
+        256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2))]
         + [TWO | dict(BLOCK_N=64, STAGES=2, STAGED=False, IN_STEP=False)],
     },
     "hopper-backward": {

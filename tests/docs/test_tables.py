@@ -67,6 +67,25 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     assert (house / "README.md").read_text() == text
 
 
+def test_cycles_are_shown_where_they_were_counted() -> None:
+    rows = [
+        row("a", "triton", 1, 1, forward_mcycles=2.5, backward_mcycles=7.0),
+        row("a", "fa4", 1, 1, forward_mcycles=2.4, backward_mcycles=7.5),
+        row("b", "triton", 1, 1),
+        row("b", "fa4", 1, 1, forward_mcycles=0.1234, backward_mcycles=1),
+    ]
+    labels = {"fa4": "FA4", "triton": "TRITON"}
+    result = {"shapes": [{"name": "a"}, {"name": "b"}], "rows": rows}
+    assert tables._cycles(result, ["fa4", "triton"], labels)[1:] == [
+        "| million cycles forward / backward | FA4 | TRITON |",
+        "|---|---|---|",
+        "| a | **2.400** / 7.500 | 2.500 / **7.000** |",
+        "| b | **0.123** / **1.000** | – |",
+    ]
+    result["rows"] = rows[2:3]
+    assert tables._cycles(result, ["fa4", "triton"], labels) == []
+
+
 def test_what_a_visible_tile_costs() -> None:
     shape = dict(batch=1, causal=True, window=None, documents=None, head_dim=64, heads=4, kv_heads=4)
     rows = [
