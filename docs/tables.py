@@ -39,20 +39,10 @@ def attention(result: Result) -> str:
     lines.append("|---" * (len(columns) + 1) + "|")
     for shape in result["shapes"]:
         its = [rows.get((shape["name"], kernel), {"status": "skipped"}) for kernel in columns]
-        best = {
-            way: max((row[way] for row in its if row["status"] == "ok"), default=0.0)
-            for way in ("forward_tflops", "backward_tflops")
-        }
-        cells = []
-        for row in its:
-            if row["status"] == "ok":
-                cells.append(
-                    " / ".join(
-                        f"**{_number(row[way])}**" if row[way] == top else _number(row[way]) for way, top in best.items()
-                    )
-                )
-            else:
-                cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
+        good = [row if row["status"] == "ok" else {} for row in its]
+        cells = _bold(good, ("forward_tflops", "backward_tflops"), max, _number)
+        for nth, row in enumerate(its):
+            cells[nth] = {"wrong": "wrong result", "failed": "fails"}.get(row["status"], cells[nth])
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, *_cycles(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
 
@@ -66,16 +56,20 @@ def _cycles(result: Result, columns: list[str], labels: dict[str, str]) -> list[
     lines.append("|---" * (len(columns) + 1) + "|")
     for shape in result["shapes"]:
         its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
-        ways = ("forward_mcycles", "backward_mcycles")
-        least = {way: min((row[way] for row in its if row), default=0.0) for way in ways}
-        cells = [
-            " / ".join(f"**{row[way]:.3f}**" if row[way] == low else f"{row[way]:.3f}" for way, low in least.items())
-            if row
-            else "–"
-            for row in its
-        ]
+        cells = _bold(its, ("forward_mcycles", "backward_mcycles"), min, "{:.3f}".format)
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _bold(rows: list[Result], ways: tuple[str, str], best: Callable[..., float], text: Callable[[float], str]) -> list[str]:
+    """A cell for each row of results: what it has of both ways, the best bold; a dash for an empty one."""
+    tops = [best((row[way] for row in rows if row), default=0.0) for way in ways]
+    return [
+        " / ".join(f"**{text(row[way])}**" if row[way] == top else text(row[way]) for way, top in zip(ways, tops, strict=True))
+        if row
+        else "–"
+        for row in rows
+    ]
 
 
 def _each_tile(result: Result) -> list[str]:
