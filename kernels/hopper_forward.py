@@ -89,30 +89,15 @@ def attention_forward(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (
-                tiles, queue, work, memory, 0,
-                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
-            )),
-            (consume, (
-                tiles, queue, work, memory, 1,
-                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
-            )),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (
-                tiles, queue, work, memory, 0,
-                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
-            )),
-            (consume, (
-                tiles, queue, work, memory, 1,
-                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
-            )),
-            (consume, (
-                tiles, queue, work, memory, 2,
-                DV, BLOCK_D, BLOCK_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, STAGED, IN_STEP,
-            )),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 2, DV, CONSUMERS, STAGED, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
@@ -160,11 +145,15 @@ def produce(
 
 @gluon.jit
 def consume(
-    tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
+    tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGED: gl.constexpr,
     IN_STEP: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
+    STAGES: gl.constexpr = k_tile.shape[0]
+    BLOCK_N: gl.constexpr = k_tile.shape[3]
+    BLOCK_D: gl.constexpr = k_tile.shape[4]
+    BLOCK_DV: gl.constexpr = v_tile.shape[4]
+    Q_STAGES: gl.constexpr = q_tile.shape[0] // CONSUMERS
     mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _together = work
     scale, softcap = memory[8], memory[9]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
