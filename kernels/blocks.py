@@ -32,7 +32,7 @@ from .checks import (
     check_options,
     check_qkv,
 )
-from .compat import chip, triton_runs_on
+from .compat import hopper_runs_on, triton_runs_on
 from .mask import Mask
 from .passed import Place, forms, once, read_once, rules_of
 from .reference import accumulation_dtype
@@ -83,7 +83,7 @@ def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
 
 
 def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
-    if q.device.type == "cpu" or chip(q.device) != "sm_90":
+    if not hopper_runs_on(q.device):
         return "needs an sm_90 GPU (H100, H200)"
     if q.dtype == torch.float32:
         return "multiplies bf16 and fp16 only"

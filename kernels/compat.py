@@ -74,6 +74,10 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
+def hopper_runs_on(device: torch.device) -> bool:
+    return device.type != "cpu" and chip(device) == "sm_90"
+
+
 @dataclass
 class Compiled:
     """What one kernel takes of a chip, read from its binary."""

@@ -10,7 +10,6 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
-ON_HOPPER = pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs an sm_90 GPU")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups

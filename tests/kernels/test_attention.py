@@ -16,11 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import Mask, adds_in_memory, attention, blocks
+from kernels import Mask, adds_in_memory, attention, compat
 from kernels.blocks import choose_backend
 from kernels.operators import _nobody_listens
-
-from ..conftest import ON_HOPPER
 
 
 def qkv(
@@ -308,7 +306,7 @@ def test_only_hopper_leaves_additions_to_the_memory(monkeypatch: pytest.MonkeyPa
     """And there neither a deterministic backward nor one that goes to the portable kernel."""
     q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="meta")
     for chip, hopper in (("sm_90", True), ("sm_100", False)):
-        monkeypatch.setattr(blocks, "chip", lambda _, chip=chip: chip)
+        monkeypatch.setattr(compat, "chip", lambda _, chip=chip: chip)
         assert adds_in_memory(q, q) is hopper
         assert not adds_in_memory(q, q, deterministic=True)
         assert not adds_in_memory(q, q, dropout=0.1, seed=1)
@@ -346,7 +344,7 @@ def test_nan_in_the_gradient_of_an_empty_row(backend: str, device: str) -> None:
     assert all(torch.isfinite(g).all() for g in grads)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "triton", pytest.param("hopper", marks=ON_HOPPER)])
+@pytest.mark.parametrize("backend", ["reference", "chunked", "triton", pytest.param("hopper", marks=pytest.mark.hopper)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_nobody_reads_what_padding_holds(with_sinks: bool, backend: str, device: str) -> None:
     """Ids of -1 over memory that holds NaN, in all inputs and in dout: finite results, and padding's own gradients are 0."""

@@ -9,8 +9,6 @@ import torch
 from kernels import bench, peers
 from kernels.peers import Kernel, Shape
 
-from ..conftest import ON_HOPPER
-
 
 def counted(shape: Shape) -> int:
     return int(shape.visible(torch.arange(shape.length)).sum())
@@ -172,7 +170,7 @@ def test_names_of_results() -> None:
 
 
 @pytest.mark.gpu
-@ON_HOPPER
+@pytest.mark.hopper
 def test_cycles_are_those_of_one_call() -> None:
     from kernels.cycles import cycles_of
 

@@ -12,7 +12,6 @@ from kernels import Mask, attention, block_forward, passed
 from kernels.blocks import choose_backend
 from kernels.segments import whole
 
-from ..conftest import ON_HOPPER
 from .cases import CASES
 from .dense import Case
 from .test_backends import check_case
@@ -20,7 +19,7 @@ from .test_backends import check_case
 pytestmark = pytest.mark.gpu
 
 
-KERNELS = ["triton", pytest.param("hopper", marks=ON_HOPPER)]
+KERNELS = ["triton", pytest.param("hopper", marks=pytest.mark.hopper)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -29,7 +28,7 @@ def test_sweep_over_many_tiles(case: Case, dtype: torch.dtype, poisoned_memory: 
     check_case(case.grown(13), "triton", dtype, "cuda")
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 @pytest.mark.parametrize("growth", [1, 13])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.dropout and (case.scale is None or case.scale > 0)], ids=str
@@ -39,7 +38,7 @@ def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_m
     check_case(case.grown(growth) if growth > 1 else case, "hopper", dtype, "cuda")
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.width == 32 and not case.dropout and case.scale is None], ids=str
 )
@@ -48,7 +47,7 @@ def test_sweep_of_wide_heads_on_hopper(case: Case, poisoned_memory: None) -> Non
     check_case(replace(case.grown(13), width=128), "hopper", torch.bfloat16, "cuda")
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout][::4], ids=str)
 def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
     """The second call goes straight to the kernel, and the third one's tensors are others still."""
@@ -57,7 +56,7 @@ def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
             check_case(case.grown(13), "hopper", torch.bfloat16, "cuda")
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 def test_a_call_like_one_before_goes_straight_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passed, "_passed", {})
     q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -65,7 +64,7 @@ def test_a_call_like_one_before_goes_straight_to_its_kernel(monkeypatch: pytest.
     assert [known.again is not None for known in passed._passed.values()] == [True, True]
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 def test_what_hopper_does_not_take() -> None:
     q = torch.randn(1, 10, 2, 64, device="cuda", dtype=torch.bfloat16)
     for inputs, options in ((q.float(), {}), (q, dict(dropout=0.1)), (q, dict(scale=-1.0))):
@@ -226,7 +225,7 @@ def test_a_cuda_graph_repeats_it(backend: str) -> None:
             assert close, name
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 def test_a_compiler_makes_graphs_of_it() -> None:
     """Memory that we keep must not come from the pool of such a graph."""
     q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -237,7 +236,7 @@ def test_a_compiler_makes_graphs_of_it() -> None:
         assert torch.equal(compiled(q, k, v), plain(q, k, v) * 2)
 
 
-@ON_HOPPER
+@pytest.mark.hopper
 def test_what_is_written_to_is_looked_at_again() -> None:
     """The short way is for memory at multiples of 16 bytes; the same at another address is refused as it was the first time."""
     q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -1,0 +1,18 @@
+"""Tests marked `hopper` run the Hopper kernels: on an sm_90 GPU, or their source on the CPU where there is no GPU at all."""
+
+import pytest
+import torch
+
+from ..conftest import HAS_GPU
+
+
+@pytest.fixture(autouse=True)
+def hopper_somewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("hopper") is None:
+        return
+    if not HAS_GPU:
+        from .emulator import emulate  # only here: it imports the kernels, and triton with them
+
+        emulate(monkeypatch)
+    elif torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs an sm_90 GPU, or none")

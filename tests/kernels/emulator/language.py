@@ -1,0 +1,106 @@
+"""What `gl` and `tl` mean on a CPU."""
+
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .memory import Barrier, Memory
+from .values import Numbers, Pointer, of_one_type, on_tensors, whole
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+class Language:
+    """`gl` and `tl`."""
+
+    float32, float16, bfloat16, int32, int64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
+    exp2, log, abs = (staticmethod(on_tensors(do)) for do in (torch.exp2, torch.log, torch.abs))
+    maximum, minimum = staticmethod(on_tensors(torch.maximum)), staticmethod(on_tensors(torch.minimum))
+    cdiv = staticmethod(on_tensors(lambda a, b: whole(a + b - 1, b)))
+    join = staticmethod(on_tensors(lambda a, b: torch.stack((a, b), -1)))
+    static_range = range
+
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
+        self.warp_specialize = machine.split_up
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):  # nothing here depends on one
+            return lambda *_, **__: None
+        raise AttributeError(f"{name} has no meaning on a CPU yet: give it one in tests/kernels/emulator/{Path(__file__).name}")
+
+    def program_id(self, _axis: int) -> Numbers:
+        return Numbers(torch.tensor(self.machine.me.program.number, dtype=torch.int32))
+
+    def num_programs(self, _axis: int) -> Numbers:
+        return Numbers(torch.tensor(self.machine.programs, dtype=torch.int32))
+
+    def static_assert(self, condition: bool, message: str) -> None:
+        assert condition, message
+
+    def arange(self, begin: int, end: int, _layout: Any = None) -> Numbers:
+        return Numbers(torch.arange(begin, end, dtype=torch.int32))
+
+    def full(self, shape: list[int], value: Any, dtype: torch.dtype, _layout: Any = None) -> Numbers:
+        return Numbers(torch.full(shape, value.tensor.item() if isinstance(value, Numbers) else value, dtype=dtype))
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, _layout: Any = None) -> Numbers:
+        return Numbers(torch.zeros(shape, dtype=dtype))
+
+    def zeros_like(self, x: Numbers) -> Numbers:
+        return Numbers(torch.zeros_like(x.tensor))
+
+    def where(self, condition: Numbers, a: Any, b: Any) -> Numbers:
+        return Numbers(torch.where(condition.tensor, *of_one_type(a, b)))
+
+    def sum(self, x: Numbers, axis: int) -> Numbers:
+        return Numbers(x.tensor.sum(axis))
+
+    def max(self, x: Numbers, axis: int) -> Numbers:
+        return Numbers(x.tensor.amax(axis))
+
+    def convert_layout(self, x: Numbers, _layout: Any, assert_trivial: bool = False) -> Numbers:
+        return x
+
+    def multiple_of(self, x: Numbers, n: int) -> Numbers:
+        assert (x.tensor % n == 0).all()
+        return x
+
+    def load(self, pointer: Pointer, mask: Numbers | None = None, other: Any = 0, volatile: bool = False) -> Numbers:
+        if volatile:  # looks again and again
+            self.machine.parties.step_back()
+        return pointer.load(mask, other)
+
+    def store(self, pointer: Pointer, value: Any, mask: Numbers | None = None) -> None:
+        pointer.store(value, mask)
+
+    def atomic_xchg(self, pointer: Pointer, value: Any, sem: str = "") -> Numbers:
+        self.machine.parties.pause()
+        before = pointer.load(None, 0)
+        pointer.store(value, None)
+        return before
+
+    def atomic_add(self, pointer: Pointer, value: Any) -> Numbers:
+        self.machine.parties.pause()
+        before = pointer.load(None, 0)
+        pointer.store(before + value, None)
+        return before
+
+    def inline_asm_elementwise(self, asm: str, _constraints: str, given: list[Numbers], *_: Any, **__: Any) -> Numbers:
+        assert asm.startswith("cp.async.bulk.wait_group 0;"), f"no meaning on a CPU: {asm}"
+        self.machine.wait_until_written()
+        return given[0]
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if layout is Barrier:
+            frames = [sys._getframe(1), sys._getframe(2)]
+            where = " of ".join(f"{Path(frame.f_code.co_filename).stem}:{frame.f_lineno}" for frame in frames)
+            ring = [Barrier(f"{where}[{i}]") for i in range(shape[0])]
+            return types.SimpleNamespace(index=lambda i: ring[int(i)])
+        if dtype.is_floating_point:
+            return Memory(self.machine.parties, torch.full(shape, float("nan"), dtype=dtype))
+        return Memory(self.machine.parties, torch.randint(-(2**31), 2**31, shape, dtype=dtype, generator=self.machine.garbage))

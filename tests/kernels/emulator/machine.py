@@ -1,0 +1,193 @@
+"""A GPU as far as a kernel's source can tell: programs and their parties, copies, products, and what its names mean."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import constexpr
+
+from .language import Language
+from .memory import Barrier, CopyOut, Memory, Program, Warps
+from .parties import Parties
+from .values import Descriptor, Numbers, Pointer
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.to_come = count
+
+
+class Machine:
+    """A GPU that runs one kernel."""
+
+    def __init__(self, seed: int, programs: int, instead: dict[str, Any]) -> None:
+        self.parties, self.programs = Parties(seed), programs
+        self.garbage = torch.Generator().manual_seed(seed)
+        language = Language(self)
+        self.meanings = dict(
+            gl=language,
+            tl=language,
+            mbarrier=types.SimpleNamespace(
+                MBarrierLayout=lambda: Barrier, init=init, expect=self.expect, arrive=self.arrive, wait=self.wait
+            ),
+            async_copy=types.SimpleNamespace(mbarrier_arrive=self.arrive_each),
+            tma=types.SimpleNamespace(store_wait=self.wait_until_read),
+            tma_load=self.copy_in,
+            tma_store=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=False),
+            tma_add=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=True),
+            fence_async_shared=lambda: self.me.program.unfenced.pop(self.me, None),
+            warpgroup_mma=self.multiply,
+            warpgroup_mma_wait=self.wait_for_products,
+            barrier=self.parties.pause,
+            with_layout=lambda memory, _layout: Memory(self.parties, memory.tensor, odd_rows_apart=True),
+            scale_rows=lambda acc, factor: acc * factor[:, None],  # whose source is PTX
+        )
+        self.meanings |= instead
+        self.functions: dict[Any, Callable[..., Any]] = {}
+
+    @property
+    def me(self) -> Warps:
+        return self.parties.about
+
+    def run(self, kernel: Any, arguments: dict[str, Any], resident: int) -> None:
+        given = {name: self.argument(x) for name, x in arguments.items() if name not in ("num_warps", "maxnreg")}
+        function, numbers = self.meant(kernel), iter(range(self.programs))
+
+        def begin_another() -> None:
+            number = next(numbers, None)
+            if number is not None:
+                self.parties.add(f"program {number}", whole_program, Warps(Program(number), 128))
+
+        def whole_program() -> None:
+            function(**given)
+            self.ends(self.me)
+            assert self.me.program.copies == 0, "a copy is on its way into shared memory that goes away"
+            begin_another()
+
+        for _ in range(resident):
+            begin_another()
+        self.parties.run()
+
+    def ends(self, warps: Warps) -> None:
+        assert not warps.products, "products that nobody waited for"
+        assert all(copy.has_read for copy in warps.copies), "the TMA is to read shared memory that goes away"
+
+    def argument(self, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self.argument(y) for y in x)
+        return Pointer.to(x) if isinstance(x, Tensor) else Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+    def meant(self, value: Any) -> Any:
+        """What a name in a kernel's source stands for: of Triton's functions the Python in them, in this world."""
+        if isinstance(value, constexpr):
+            return value.value
+        python = getattr(value, "fn", None)
+        if not isinstance(python, types.FunctionType):
+            return value
+        if python not in self.functions:
+            world: dict[str, Any] = {}
+            self.functions[python] = types.FunctionType(python.__code__, world, python.__name__, python.__defaults__)
+            for name in python.__code__.co_names:
+                if name in self.meanings:
+                    world[name] = self.meanings[name]
+                elif name in python.__globals__:
+                    world[name] = self.meant(python.__globals__[name])
+        return self.functions[python]
+
+    def split_up(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], _registers: list[int]) -> None:
+        """The program's own warps take the first part, and wait for the others."""
+        program, at_work = self.me.program, len(parts)
+
+        def do(function: Callable[..., None], given: tuple[Any, ...], own: Warps) -> None:
+            nonlocal at_work
+            function(*given)
+            self.ends(own)
+            at_work -= 1
+
+        for (function, given), number in zip(parts, [4, *warps], strict=True):
+            own, meant = Warps(program, 32 * number), self.meant(function)
+            name = f"{meant.__name__} {len(self.parties.parties)} of program {program.number}"
+            self.parties.add(name, lambda meant=meant, given=given, own=own: do(meant, given, own), own)
+        self.parties.wait(lambda: at_work == 0, "its parties")
+
+    def expect(self, barrier: Barrier, count: int) -> None:
+        barrier.bytes += count
+        self.arrive(barrier)
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        self.parties.pause()
+        barrier.arrive(count)
+
+    def arrive_each(self, barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
+        self.arrive(barrier, self.me.threads)
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        phase = int(phase)
+        self.parties.wait(lambda: barrier.phase != phase, f"phase {phase} of {barrier.name}")
+
+    def copy_in(self, descriptor: Descriptor, at: list[Any], barrier: Barrier, memory: Memory) -> None:
+        self.parties.pause()
+        assert memory.shape == descriptor.block and memory.dtype == descriptor.dtype
+        part, inside = descriptor.inside(at)
+        program = self.me.program
+        program.copies += 1
+        memory.tensor.fill_(float("nan"))
+
+        def arrives() -> None:
+            memory.tensor.zero_()
+            memory.tensor[inside] = part
+            program.copies -= 1
+            barrier.bytes -= descriptor.block_type.nbytes
+            barrier.settle()
+
+        self.parties.later("a copy in", arrives)
+
+    def copy_out(self, descriptor: Descriptor, at: list[Any], memory: Memory, adds: bool) -> None:
+        self.parties.pause()
+        assert memory.dtype == descriptor.dtype
+        part, inside = descriptor.inside(at)
+        ends, copy = memory.read_late(), CopyOut()
+        self.me.copies.append(copy)
+
+        def reads() -> None:
+            value = ends().view(descriptor.block)[inside]
+            copy.has_read = True
+
+            def writes() -> None:
+                part.copy_(part + value if adds else value)
+                copy.is_done = True
+
+            self.parties.later("a copy out", writes)
+
+        self.parties.later("a copy out", reads)
+
+    def wait_until_read(self, pending: int) -> None:
+        earlier = self.me.copies[: max(0, len(self.me.copies) - pending)]
+        self.parties.wait(lambda: all(copy.has_read for copy in earlier), "a copy out to have read")
+        self.me.copies = [copy for copy in self.me.copies if not copy.is_done]
+
+    def wait_until_written(self) -> None:
+        mine = self.me.copies
+        self.parties.wait(lambda: all(copy.is_done for copy in mine), "a copy out to have written")
+
+    def multiply(self, a: Any, b: Memory, acc: Numbers, use_acc: bool = True, is_async: bool = False) -> Numbers:
+        assert is_async
+        self.parties.pause()
+        left = a.read_late() if isinstance(a, Memory) else lambda tensor=a.tensor: tensor
+        right, product = b.read_late(), Numbers(None)
+
+        def ends() -> None:
+            result = left().float() @ right().float()
+            product.value = result + acc.tensor if use_acc else result
+
+        self.me.products.append(ends)
+        return product
+
+    def wait_for_products(self, pending: int, deps: tuple[Numbers, ...]) -> Any:
+        self.parties.pause()
+        while len(self.me.products) > pending:
+            self.me.products.pop(0)()
+        return deps if len(deps) > 1 else deps[0]

@@ -1,0 +1,142 @@
+"""What kernels count with in tests/kernels/emulator: numbers in registers, pointers, and tensors as the TMA sees them."""
+
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class Numbers:
+    """A tensor in registers, or one number. A product's numbers are not there before it was waited for."""
+
+    def __init__(self, value: Tensor | None) -> None:
+        self.value = value
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self.value is not None, "a product is read before it was waited for"
+        return self.value
+
+    def __getitem__(self, at: Any) -> "Numbers":
+        return Numbers(self.tensor[at])
+
+    def __index__(self) -> int:
+        return int(self.tensor)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor)
+
+    def __neg__(self) -> "Numbers":
+        return Numbers(-self.tensor)
+
+    dtype = property(lambda self: self.tensor.dtype)
+    shape = property(lambda self: list(self.tensor.shape))
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+    def to(self, dtype: torch.dtype) -> "Numbers":
+        return Numbers(self.tensor.to(dtype))
+
+    def reshape(self, shape: list[int]) -> "Numbers":
+        return Numbers(self.tensor.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Numbers":
+        return Numbers(self.tensor.permute(order))
+
+    def split(self) -> tuple["Numbers", ...]:
+        return tuple(Numbers(part) for part in self.tensor.unbind(-1))
+
+
+def of_one_type(*given: Any) -> list[Tensor]:
+    """Of the widest type of those in registers, single numbers too; Python's own numbers take it."""
+    mine = [x.tensor for x in given if isinstance(x, Numbers)]
+    if not mine:
+        return [torch.as_tensor(x, dtype=torch.int32 if isinstance(x, int) else torch.float32) for x in given]
+    dtype = mine[0].dtype
+    for x in mine[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    if any(isinstance(x, float) for x in given) and not dtype.is_floating_point:
+        dtype = torch.float32
+    return [x.tensor.to(dtype) if isinstance(x, Numbers) else torch.as_tensor(x, dtype=dtype) for x in given]
+
+
+def on_tensors(do: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda *given: Numbers(do(*of_one_type(*given)))
+
+
+def whole(a: Tensor, b: Tensor) -> Tensor:
+    """Divided as in C, towards 0."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def _operator(do: Callable[[Tensor, Tensor], Tensor], turned: bool = False) -> Callable[[Numbers, Any], Any]:
+    apply = on_tensors((lambda a, b: do(b, a)) if turned else do)
+    return lambda self, other: NotImplemented if isinstance(other, Pointer) else apply(self, other)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"):
+    _do = {"floordiv": whole, "mod": torch.fmod}.get(_name) or getattr(operator, f"__{_name}__")
+    setattr(Numbers, f"__{_name}__", _operator(_do))
+    setattr(Numbers, f"__r{_name}__", _operator(_do, turned=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Numbers, f"__{_name}__", _operator(getattr(operator, _name)))
+
+
+class Pointer:
+    """Into the memory of a tensor, and not beyond."""
+
+    def __init__(self, memory: Tensor, at: Tensor, begin: int, end: int) -> None:
+        self.memory, self.at, self.begin, self.end = memory, at, begin, end
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def to(cls, x: Tensor) -> "Pointer":
+        memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        begin, length = x.storage_offset(), 0
+        if x.numel():
+            length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return cls(memory, torch.tensor(begin), begin, begin + length)
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.at + (offset.tensor if isinstance(offset, Numbers) else offset), self.begin, self.end)
+
+    def load(self, mask: Numbers | None, other: Any) -> Numbers:
+        at, ok = self._places(mask)
+        other = other.tensor if isinstance(other, Numbers) else torch.tensor(other, dtype=self.memory.dtype)
+        read = self.memory[at] if self.begin < self.end else other  # of an empty tensor nothing can be read, nor is it
+        return Numbers(torch.where(ok, read, other))
+
+    def store(self, value: Any, mask: Numbers | None) -> None:
+        at, ok = self._places(mask)
+        value = value.tensor if isinstance(value, Numbers) else torch.tensor(value, dtype=self.memory.dtype)
+        assert value.dtype == self.memory.dtype
+        self.memory[at[ok]] = value.expand(at.shape)[ok]
+
+    def _places(self, mask: Numbers | None) -> tuple[Tensor, Tensor]:
+        """Where, and which of them count; others are made harmless."""
+        at, ok = torch.broadcast_tensors(self.at, torch.tensor(True) if mask is None else mask.tensor)
+        outside = ok & ((at < self.begin) | (at >= self.end))
+        assert not outside.any(), (
+            f"{int(at[outside][0]) - self.begin} is outside of a tensor's {self.end - self.begin} elements"
+        )
+        return torch.where(ok, at, self.begin), ok
+
+
+class Descriptor:
+    """A tensor as the TMA sees it, in blocks."""
+
+    def __init__(self, of: TensorDescriptor) -> None:
+        self.x = torch.as_strided(of.base.detach(), of.shape, of.strides, of.base.storage_offset())
+        self.block, self.layout, self.dtype = list(of.block_shape), of.layout, of.base.dtype
+        self.block_type = types.SimpleNamespace(nbytes=torch.Size(self.block).numel() * self.dtype.itemsize)
+
+    def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """Of the block there what exists, and where in the block that is."""
+        places = [int(x) for x in at]
+        assert min(places) >= 0, places
+        sizes = [max(0, min(b, n - x)) for b, n, x in zip(self.block, self.x.shape, places, strict=True)]
+        part = self.x[tuple(slice(x, x + size) for x, size in zip(places, sizes, strict=True))]
+        return part, tuple(slice(0, size) for size in sizes)

@@ -1,0 +1,195 @@
+"""The Hopper kernels' source on a CPU, in orders that a GPU seldom takes; and that what runs it there would find mistakes."""
+
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from kernels import Mask, attention, block_backward, block_forward, output_delta
+from kernels.compat import tma_load, tma_store
+from kernels.hopper_arguments import descriptor
+
+from ..conftest import HAS_GPU
+from .cases import CASES
+from .dense import Case
+from .emulator import Emulated, emulate
+from .emulator.parties import Parties, Stuck
+from .test_backends import check_case
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="a GPU runs the kernels themselves: test_gpu.py")
+
+TAKEN = [case for case in CASES if not case.dropout and (case.scale is None or case.scale > 0)]
+MASKS = [case for case in TAKEN if case.width == 32 and case.scale is None]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_sweep(case: Case, dtype: torch.dtype, poisoned_memory: None) -> None:
+    check_case(case, "hopper", dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these head dims has tiles and parties of its own. Seeds are fixed: an order that went wrong once comes again."""
+    seed = MASKS.index(case) * 1000 + width
+    emulate(monkeypatch, seed, resident=1 + seed % 4)
+    longer = replace(case, width=width, v_width=None).grown(random.Random(seed).choice([2, 3, 5]))
+    check_case(longer, "hopper", torch.bfloat16, "cpu")
+
+
+@pytest.mark.hopper
+def test_what_hopper_does_not_take_on_a_cpu_either() -> None:
+    q = torch.randn(1, 10, 2, 64)
+    with pytest.raises(ValueError, match=r"hopper.*bf16 and fp16 only"):
+        attention(q, q, q, backend="hopper")
+
+
+def results(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **instead: Any) -> list[torch.Tensor]:
+    """Of some tiles of keys and queries, at a head dim where consumers take turns; programs take turns at dq, too."""
+    torch.manual_seed(0)
+    emulate(monkeypatch, seed, **instead)
+    q, k, v, dout = (torch.randn(1, 400, 2, 128, dtype=torch.bfloat16) for _ in range(4))
+    out, lse = block_forward(q, k, v, Mask(causal=True), backend="hopper")
+    sums = [torch.zeros(x.shape) for x in (q, k, v)]
+    given = dout, q, k, v, lse, output_delta(dout, out), Mask(causal=True), None, None
+    block_backward(*given, *sums, deterministic=True, backend="hopper")
+    return [out, *sums]
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "nobody waits for a place": (dict(wait_free=lambda free, nth, NUM: nth % NUM), "more than 1 arrive"),
+    "a place is not given back": (dict(arrive_each=lambda barrier: None), "all wait: .*consume .* phase 1 of"),
+    "a product is not waited for": (dict(warpgroup_mma_wait=lambda pending, deps: deps[0]), "before it was waited for"),
+    "one step beyond memory": (dict(row_count=lambda at: at[2] + 1), r"outside of a tensor's \d+ elements"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead, told = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=told):
+        results(monkeypatch, **instead)
+
+
+def test_what_no_fence_makes_visible_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = results(monkeypatch)
+    wrong = results(monkeypatch, fence_async_shared=lambda: None)
+    assert all(x.isfinite().all() for x in right) and all(x.isnan().any() for x in wrong)
+
+
+def test_orders_differ_and_turns_make_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed is an order of its own, in which dq would add up to other bits."""
+    first, other = (results(monkeypatch, seed) for seed in (1, 101))
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    orders = [
+        results(monkeypatch, seed, turn_at=lambda taking_turns, h, row: taking_turns[2])[1] for seed in range(1, 400, 100)
+    ]
+    assert any(not torch.equal(orders[0], order) for order in orders[1:])
+
+
+@gluon.jit
+def through_shared_memory(x, out, WAITS: gl.constexpr, FENCES: gl.constexpr, STAYS: gl.constexpr, ENDS: gl.constexpr):
+    tile = gl.allocate_shared_memory(x.dtype, [1, 1, 64, 64], x.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(0), count=1)
+    mbarrier.expect(arrived.index(0), x.block_type.nbytes)
+    tma_load(x, [0, 0, 0, 0], arrived.index(0), tile)
+    if WAITS:
+        mbarrier.wait(arrived.index(0), 0)
+    rows = tile.reshape([64, 64])
+    value = rows.load(None)
+    mbarrier.wait(arrived.index(0), 0)
+    rows.store(value * 2)
+    if FENCES:
+        fence_async_shared()
+    tma_store(out, [0, 0, 0, 0], tile)
+    if not STAYS:
+        rows.store(value)
+    if ENDS:
+        tma.store_wait(0)
+
+
+def test_the_tma_is_late() -> None:
+    """Rows that are not there are zeros, and not written; each thing left out is found, if not in every order."""
+
+    def run(**left_out: bool) -> list[torch.Tensor]:
+        found = []
+        for seed in range(20):
+            x, out = torch.ones(1, 64, 1, 64), torch.zeros(1, 64, 1, 64)
+            options = dict(WAITS=True, FENCES=True, STAYS=True, ENDS=True) | left_out
+            given = dict(x=descriptor(x, 50, 64, 64), out=descriptor(out, 60, 64, 64))
+            Emulated(through_shared_memory, seed, 1, {})[(1,)](**given, **options)
+            found.append(out[0, :, 0])
+        return found
+
+    for out in run():
+        assert (out[:50] == 2).all() and (out[50:] == 0).all()
+    assert all(out[:60].isnan().all() for out in run(FENCES=False))
+    for left_out in ("WAITS", "STAYS"):
+        wrong = [bool(out[:50].isnan().all()) for out in run(**{left_out: False})]
+        assert any(wrong), left_out
+    with pytest.raises(AssertionError, match="shared memory that goes away"):
+        run(ENDS=False)
+
+
+def lost_updates(seed: int) -> int:
+    """Two parties add to a number, and let the other go first in between."""
+    parties, number = Parties(seed), 0
+
+    def add() -> None:
+        nonlocal number
+        for _ in range(20):
+            seen = number
+            parties.pause()
+            number = seen + 1
+
+    parties.add("one", add)
+    parties.add("other", add)
+    parties.run()
+    return 40 - number
+
+
+def test_parties_meet_in_every_way_and_again() -> None:
+    lost = [lost_updates(seed) for seed in range(40)]
+    assert 0 in lost and max(lost) > 10
+    assert lost == [lost_updates(seed) for seed in range(40)]
+
+
+def test_a_hang_is_told_and_nobody_stays() -> None:
+    before = threading.active_count()
+    for waits_for, told in (("a word", "all wait: one for a word; other for a word"), ("", "no end in sight")):
+        parties = Parties(0, most_turns=1000)
+
+        def work(parties: Parties = parties, waits_for: str = waits_for) -> None:
+            while True:
+                parties.wait(lambda: not waits_for, waits_for)
+
+        parties.add("one", work)
+        parties.add("other", work)
+        with pytest.raises(Stuck, match=told):
+            parties.run()
+    assert threading.active_count() == before
+
+
+def test_what_fails_is_told_and_nobody_stays() -> None:
+    before = threading.active_count()
+    parties = Parties(0)
+
+    def fails() -> None:
+        parties.pause()
+        raise ValueError("so it is")
+
+    parties.add("one", fails)
+    parties.add("other", lambda: parties.wait(lambda: False, "the one"))
+    parties.later("and a third", lambda: None)
+    with pytest.raises(ValueError, match="so it is"):
+        parties.run()
+    assert threading.active_count() == before
