@@ -3,10 +3,12 @@
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +21,7 @@ from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
 from parallel.transport import moved
 
+from ..kernels.emulator import emulate
 from . import shared_memory
 from .shared_memory import installed
 from .work import Case, compare, differences, inputs, make_mask, mesh, shard_of, shared, single
@@ -269,6 +272,13 @@ def traced(path: str, setting: Setting, name: str, device: str = "cpu") -> tuple
                 hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
     counts = [{what: sum(kind == what for kind, _, _ in its) for what in ("compute", "transfer")} for its in spans]
     return counts, hidden / moving
+
+
+def over_hopper(job: Callable[[Case], Any], case: Case) -> Any:
+    """A job over the Hopper kernels' source, and over what stands here for a GPU's copy engines."""
+    with pytest.MonkeyPatch.context() as patch, installed():
+        emulate(patch, seed=1000 * dist.get_rank())
+        return job(case)
 
 
 def compare_pulling(case: Case) -> dict[str, float]:

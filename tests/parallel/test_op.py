@@ -14,6 +14,7 @@ from parallel.packed import new_rows
 from parallel.plan import make_plan
 from parallel.transport import AUTO, PULLED, TRANSPORTS, choose_transport
 
+from ..conftest import HAS_GPU
 from . import jobs
 from .work import Case
 
@@ -79,6 +80,41 @@ def test_the_portable_kernels_read_what_travelled(transport: str, pools) -> None
     case = Case("triton", ring=3, length=29, heads=(4, 2), mask=CAUSAL, transport=transport, part_bytes=0)
     for errors in pools(3)(jobs.gpu_compare, replace(case, dtype=torch.float32, backend="triton"), patience=300):
         assert max(errors.values()) <= 2e-6, errors
+
+
+HOPPER = Case("hopper", length=300, heads=(4, 2), widths=(64, 64), mask=CAUSAL, dtype=torch.bfloat16, backend="hopper")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="GPUs run the kernels themselves: test_gpu.py")
+@pytest.mark.parametrize(
+    "case, ring, ulysses, transport",
+    [
+        (HOPPER, 4, 1, "pull"),
+        (replace(HOPPER, heads=(2, 2), widths=(128, 128), part_bytes=0), 2, 1, "pull"),
+        (replace(HOPPER, kind="contiguous", mask=dict(causal=True, window=90), sinks=True), 3, 1, "p2p"),
+        (
+            replace(HOPPER, heads=(4, 1), mask=dict(causal=True, documents=[0] * 100 + [-1] * 30 + [1] * 170)),
+            3,
+            1,
+            "all_gather",
+        ),
+        (replace(HOPPER, kind="striped", widths=(128, 64), options=dict(softcap=4.0)), 2, 1, "pull_all"),
+        (replace(HOPPER, mask={}), 2, 2, "p2p"),
+    ],
+    ids=["pull", "parts", "window", "documents", "striped", "both"],
+)
+def test_the_hopper_kernels_in_a_ring(case: Case, ring: int, ulysses: int, transport: str, pools) -> None:
+    """Their source, on the CPU: what a ring asks of them, and that it loses nothing in bf16."""
+    case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
+    for found in pools(ring * ulysses)(jobs.over_hopper, jobs.rms_against_one, case):
+        for name, (many, one) in found.items():
+            assert 0 < many <= 1.05 * one, f"{name}: {many:.3e}, in one call {one:.3e}"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="GPUs run the kernels themselves: test_gpu.py")
+def test_a_deterministic_ring_of_hopper_kernels_is_bit_equal(pools) -> None:
+    case = replace(HOPPER, ring=2, transport="pull", options=dict(deterministic=True))
+    assert pools(2)(jobs.over_hopper, jobs.bit_equal, case) == [True] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
