@@ -76,16 +76,16 @@ class Language:
         return pointer.load(mask, other)
 
     def store(self, pointer: Pointer, value: Any, mask: Numbers | None = None) -> None:
-        pointer.store(value, mask)
+        pointer.store(value, mask, self.machine.me.rows(pointer.at))
 
-    def atomic_xchg(self, pointer: Pointer, value: Any, sem: str = "") -> Numbers:
+    def atomic_xchg(self, pointer: Pointer, value: Any, sem: str = "") -> None:
         self.machine.parties.pause()
-        before = pointer.load(None, 0)
-        pointer.store(value, None)
-        return before
+        if self.machine.me.index == 0:  # one thread does it
+            pointer.store(value, None)
 
     def atomic_add(self, pointer: Pointer, value: Any) -> Numbers:
         self.machine.parties.pause()
+        assert self.machine.me.meeting.size == 1
         before = pointer.load(None, 0)
         pointer.store(before + value, None)
         return before

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
 from .language import Language
-from .memory import Barrier, CopyOut, Memory, Program, Warps
+from .memory import Barrier, CopyOut, Meeting, Memory, Program, Warp
 from .parties import Parties
 from .values import Descriptor, Numbers, Pointer
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def init(barrier: Barrier, count: int) -> None:
@@ -40,7 +45,7 @@ class Machine:
             fence_async_shared=lambda: self.me.program.unfenced.pop(self.me, None),
             warpgroup_mma=self.multiply,
             warpgroup_mma_wait=self.wait_for_products,
-            barrier=self.parties.pause,
+            barrier=self.meet,
             with_layout=lambda memory, _layout: Memory(self.parties, memory.tensor, odd_rows_apart=True),
             scale_rows=lambda acc, factor: acc * factor[:, None],  # whose source is PTX
         )
@@ -48,7 +53,7 @@ class Machine:
         self.functions: dict[Any, Callable[..., Any]] = {}
 
     @property
-    def me(self) -> Warps:
+    def me(self) -> Warp:
         return self.parties.about
 
     def run(self, kernel: Any, arguments: dict[str, Any], resident: int) -> None:
@@ -58,7 +63,7 @@ class Machine:
         def begin_another() -> None:
             number = next(numbers, None)
             if number is not None:
-                self.parties.add(f"program {number}", whole_program, Warps(Program(number), 128))
+                self.parties.add(f"program {number}", whole_program, Warp(Program(number), threads=128))
 
         def whole_program() -> None:
             function(**given)
@@ -70,9 +75,9 @@ class Machine:
             begin_another()
         self.parties.run()
 
-    def ends(self, warps: Warps) -> None:
-        assert not warps.products, "products that nobody waited for"
-        assert all(copy.has_read for copy in warps.copies), "the TMA is to read shared memory that goes away"
+    def ends(self, warp: Warp) -> None:
+        assert not warp.products, "products that nobody waited for"
+        assert all(copy.has_read for copy in warp.copies), "the TMA is to read shared memory that goes away"
 
     def argument(self, x: Any) -> Any:
         if isinstance(x, tuple):
@@ -96,33 +101,44 @@ class Machine:
                     world[name] = self.meant(python.__globals__[name])
         return self.functions[python]
 
-    def split_up(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], _registers: list[int]) -> None:
-        """The program's own warps take the first part, and wait for the others."""
-        program, at_work = self.me.program, len(parts)
+    def split_up(self, parts: list[tuple[Any, tuple[Any, ...]]], sizes: list[int], _registers: list[int]) -> None:
+        """Into parties of so many warps; the first is of the program's own."""
+        program, at_work = self.me.program, 0
 
-        def do(function: Callable[..., None], given: tuple[Any, ...], own: Warps) -> None:
+        def do(function: Callable[..., None], given: tuple[Any, ...]) -> None:
             nonlocal at_work
             function(*given)
-            self.ends(own)
+            self.ends(self.me)
             at_work -= 1
 
-        for (function, given), number in zip(parts, [4, *warps], strict=True):
-            own, meant = Warps(program, 32 * number), self.meant(function)
-            name = f"{meant.__name__} {len(self.parties.parties)} of program {program.number}"
-            self.parties.add(name, lambda meant=meant, given=given, own=own: do(meant, given, own), own)
+        for number, ((function, given), size) in enumerate(zip(parts, [4, *sizes], strict=True)):
+            meeting, work = Meeting(size), partial(do, function, given)  # which the world of who calls knows as Python
+            for index in range(size):
+                name = f"{function.__name__} (party {number}, warp {index}) of program {program.number}"
+                self.parties.add(name, work, Warp(program, index, meeting))
+            at_work += size
         self.parties.wait(lambda: at_work == 0, "its parties")
+
+    def meet(self) -> None:
+        meeting = self.me.meeting
+        meeting.here, now = meeting.here + 1, meeting.times
+        if meeting.here == meeting.size:
+            meeting.here, meeting.times = 0, now + 1
+        self.parties.wait(lambda: meeting.times != now, "other warps of its party")
 
     def expect(self, barrier: Barrier, count: int) -> None:
         barrier.bytes += count
         self.arrive(barrier)
 
     def arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self.parties.pause()
-        barrier.arrive(count)
+        self.meet()  # so Triton has it, and one thread arrives for all
+        if self.me.index == 0:
+            barrier.arrive(count)
 
     def arrive_each(self, barrier: Barrier, increment_count: bool) -> None:
         assert not increment_count
-        self.arrive(barrier, self.me.threads)
+        self.parties.pause()
+        barrier.arrive(self.me.threads)
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         phase = int(phase)
@@ -146,7 +162,9 @@ class Machine:
         self.parties.later("a copy in", arrives)
 
     def copy_out(self, descriptor: Descriptor, at: list[Any], memory: Memory, adds: bool) -> None:
-        self.parties.pause()
+        self.meet()  # so Triton has it, where warps have written what one thread sends
+        if self.me.index > 0:
+            return
         assert memory.dtype == descriptor.dtype
         part, inside = descriptor.inside(at)
         ends, copy = memory.read_late(), CopyOut()
@@ -168,6 +186,7 @@ class Machine:
         earlier = self.me.copies[: max(0, len(self.me.copies) - pending)]
         self.parties.wait(lambda: all(copy.has_read for copy in earlier), "a copy out to have read")
         self.me.copies = [copy for copy in self.me.copies if not copy.is_done]
+        self.meet()  # so Triton has it: only one thread knows of copies
 
     def wait_until_written(self) -> None:
         mine = self.me.copies
@@ -176,12 +195,17 @@ class Machine:
     def multiply(self, a: Any, b: Memory, acc: Numbers, use_acc: bool = True, is_async: bool = False) -> Numbers:
         assert is_async
         self.parties.pause()
-        left = a.read_late() if isinstance(a, Memory) else lambda tensor=a.tensor: tensor
+        mine = self.me.rows(a)
+        left = (
+            a.slice(mine.start, mine.stop - mine.start).read_late() if isinstance(a, Memory) else partial(_same, a.tensor[mine])
+        )
         right, product = b.read_late(), Numbers(None)
 
         def ends() -> None:
-            result = left().float() @ right().float()
-            product.value = result + acc.tensor if use_acc else result
+            product.value = torch.full_like(acc.tensor, float("nan"))
+            product.value[mine] = left().float() @ right().float()
+            if use_acc:
+                product.value += acc.tensor
 
         self.me.products.append(ends)
         return product

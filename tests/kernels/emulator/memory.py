@@ -35,7 +35,7 @@ class Program:
 
     number: int
     copies: int = 0  # on their way into shared memory
-    unfenced: dict["Warps", list[tuple[int, int]]] = field(default_factory=dict)  # addresses that a party wrote
+    unfenced: dict["Warp", list[tuple[int, int]]] = field(default_factory=dict)  # addresses that a party wrote
 
 
 @dataclass(eq=False)
@@ -45,13 +45,28 @@ class CopyOut:
 
 
 @dataclass(eq=False)
-class Warps:
-    """What a party has of its own."""
+class Meeting:
+    """Of a party's warps."""
 
-    program: Program
-    threads: int
+    size: int
+    here: int = 0
+    times: int = 0
+
+
+@dataclass(eq=False)
+class Warp:
+    """One warp of a party, and what is its own. Of a tensor it has as many rows as the others, and knows nothing of theirs."""
+
+    program: "Program"
+    index: int = 0
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+    threads: int = 32
     products: list[Callable[[], None]] = field(default_factory=list)
     copies: list[CopyOut] = field(default_factory=list)
+
+    def rows(self, x: Any) -> slice:
+        each = x.shape[0] // self.meeting.size
+        return slice(self.index * each, (self.index + 1) * each)
 
 
 class Memory:
@@ -85,9 +100,10 @@ class Memory:
         if self.odd_rows_apart:  # see hopper_dq.apart
             value = value.clone()
             value[1::2] = value[1::2].reshape(-1, self.shape[1] // 32, 2, 16).flip(2).flatten(1)
-        self.tensor.copy_(value)
-        me: Warps = self.parties.about
-        me.program.unfenced.setdefault(me, []).append(self.addresses())
+        me: Warp = self.parties.about
+        mine = self.slice(me.rows(self).start, len(value[me.rows(self)]))
+        mine.tensor.copy_(value[me.rows(self)])
+        me.program.unfenced.setdefault(me, []).append(mine.addresses())
 
     def addresses(self) -> tuple[int, int]:
         last = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))

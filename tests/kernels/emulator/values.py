@@ -109,11 +109,14 @@ class Pointer:
         read = self.memory[at] if self.begin < self.end else other  # of an empty tensor nothing can be read, nor is it
         return Numbers(torch.where(ok, read, other))
 
-    def store(self, value: Any, mask: Numbers | None) -> None:
+    def store(self, value: Any, mask: Numbers | None, rows: slice | None = None) -> None:
         at, ok = self._places(mask)
         value = value.tensor if isinstance(value, Numbers) else torch.tensor(value, dtype=self.memory.dtype)
         assert value.dtype == self.memory.dtype
-        self.memory[at[ok]] = value.expand(at.shape)[ok]
+        value = value.expand(at.shape)
+        if rows is not None:
+            at, ok, value = at[rows], ok[rows], value[rows]
+        self.memory[at[ok]] = value[ok]
 
     def _places(self, mask: Numbers | None) -> tuple[Tensor, Tensor]:
         """Where, and which of them count; others are made harmless."""
