@@ -87,6 +87,7 @@ class Compiled:
     spills: int  # bytes per thread (NVIDIA: stack; AMD: registers spilled)
     warpgroup: bool  # Hopper's warpgroup products
     log: str  # what the assembler said
+    ptx: str  # nothing on AMD
 
 
 def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
@@ -103,7 +104,7 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
     if amd:
         text = kernel.asm["amdgcn"]
         number = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count")}
-        return Compiled(kernel.metadata.shared, number["vgpr_count"], number["vgpr_spill_count"], False, "")
+        return Compiled(kernel.metadata.shared, number["vgpr_count"], number["vgpr_spill_count"], False, "", "")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -113,7 +114,7 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
     spills = number["STACK"] + number["LOCAL"]
     ptx = kernel.asm["ptx"]
     log = _assemble(ptx) if "setmaxnreg" in ptx else ""
-    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in ptx, log)
+    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in ptx, log, ptx)
 
 
 def _assemble(ptx: str) -> str:

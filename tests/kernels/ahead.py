@@ -6,6 +6,7 @@ python -m tests.kernels.ahead hopper sm_90       only these
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -140,7 +141,36 @@ def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) 
     multiplies = "fp32" not in name and not name.endswith("sum_and_cast")
     if name.startswith(("sm_90/", "hopper/")) and multiplies and not kernel["warpgroup"]:
         found.append("Hopper's products are not used")
+    if kernel["ahead"]:
+        found.append(f"one thread does not wait for its party: {kernel['ahead']}")
     return ", ".join(found)
+
+
+MEETS = re.compile(r"\b(bar\.sync|barrier\.sync|bar\.warp\.sync)\b")
+FOR_ALL = re.compile(r"@%p\d+\s+(mbarrier\.arrive\.shared|cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared)")
+OF_EACH = re.compile(r"\b(st\.shared|ld\.shared|wgmma\.|cp\.async\.bulk\.wait_group)")
+
+
+def goes_ahead(ptx: str) -> str:
+    """Where one thread acts for its party though others may still read or write, or others do though only it has waited.
+
+    Triton puts barriers there, and the emulator takes them for granted.
+    """
+    lines = ptx.splitlines()
+    if "setmaxnreg" in ptx and not FOR_ALL.search(ptx):
+        return "none of what one thread does is known"
+    for number, line in enumerate(lines):
+        beside: list[str] = []
+        if FOR_ALL.search(line):
+            beside = lines[:number][::-1]
+        elif "cp.async.bulk.wait_group.read" in line:
+            beside = lines[number + 1 :]
+        for other in beside:
+            if MEETS.search(other):
+                break
+            if OF_EACH.search(other):
+                return f"{line.strip()} beside {other.strip()}"
+    return ""
 
 
 def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:
@@ -153,6 +183,7 @@ def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:
             for launch in launches(name, group == "hopper"):
                 try:
                     result = asdict(compat.compile_ahead(launch, chip))
+                    result["ahead"] = goes_ahead(result.pop("ptx"))
                 except Exception as error:  # anything that a compiler can throw; the others are still worth knowing
                     result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
                 results[f"{group}/{name}/{launch.kernel.fn.__name__}"] = result

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from . import compat as versions
-from .ahead import CONFIGURATIONS, GLUON, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, wrong
+from .ahead import CONFIGURATIONS, GLUON, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, goes_ahead, wrong
 
 SHARES = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # about as long each
 
@@ -37,7 +37,7 @@ def test_fits_the_chip(name: str, compiled: dict[str, dict]) -> None:
     assert not wrong(name, compiled[name]), compiled[name]
 
 
-GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": ""}
+GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "ahead": ""}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,28 @@ GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log":
         (dict(spills=8), "spills above 0"),
         (dict(log="ptxas info: Potential Performance Loss: wgmma are serialized"), "serialized"),
         (dict(warpgroup=False), "not used"),
+        (dict(ahead="this beside that"), "wait for its party: this beside that"),
     ],
 )
 def test_what_is_wrong_is_said(change: dict, says: str) -> None:
     found = wrong("hopper/d64-causal/attention_forward", GOOD | change)
     assert says in found and bool(found) == bool(change)
+
+
+READS = "\tld.shared.b32 %r1, [%r2];"
+ARRIVES = "\t@%p3 mbarrier.arrive.shared::cta.b64 _, [%r4];"
+SENDS = "\t@%p18 cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1}], [%r2];"
+WAITS = "\tcp.async.bulk.wait_group.read 1;"
+WRITES = "\tst.shared.v2.b32 [%r1], {%r2, %r3};"
+MEETS = "\tbar.sync \t2, 128;"
+
+
+@pytest.mark.parametrize("ahead", [(READS, ARRIVES), (WRITES, SENDS), (WAITS, WRITES), (WAITS, SENDS)])
+def test_a_thread_that_goes_ahead_of_its_party_is_found(ahead: tuple[str, str]) -> None:
+    first, second = ahead
+    assert goes_ahead("\n".join([MEETS, first, "\tmov.u32 %r1, 0;", second, MEETS]))
+    assert not goes_ahead("\n".join([MEETS, first, MEETS, second, MEETS]))
+    assert goes_ahead("setmaxnreg.dec.sync.aligned.u32 24;")
 
 
 def test_versions_that_spill_more_are_named() -> None:

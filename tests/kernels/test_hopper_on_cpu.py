@@ -19,6 +19,8 @@ from ..conftest import HAS_GPU
 from .cases import CASES
 from .dense import Case
 from .emulator import Emulated, emulate
+from .emulator.machine import Machine
+from .emulator.memory import Barrier
 from .emulator.parties import Parties, Stuck
 from .test_backends import check_case
 
@@ -83,6 +85,20 @@ def test_what_no_fence_makes_visible_is_not_read(monkeypatch: pytest.MonkeyPatch
     right = results(monkeypatch)
     wrong = results(monkeypatch, fence_async_shared=lambda: None)
     assert all(x.isfinite().all() for x in right) and all(x.isnan().any() for x in wrong)
+
+
+def test_a_warp_that_goes_ahead_of_its_party_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has them meet before one arrives for all (ahead.goes_ahead makes sure of it), and at this head dim one does."""
+
+    def arrives_alone(machine: Machine, barrier: Barrier, count: int = 1) -> None:
+        machine.parties.pause()
+        if machine.me.index == 0:
+            barrier.arrive(count)
+
+    monkeypatch.setattr(Machine, "arrive", arrives_alone)
+    emulate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_case(Case("alone", rows=500, width=64, causal=True), "hopper", torch.bfloat16, "cpu")
 
 
 def test_orders_differ_and_turns_make_them_one(monkeypatch: pytest.MonkeyPatch) -> None:

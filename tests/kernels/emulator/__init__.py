@@ -1,14 +1,15 @@
-"""The Hopper kernels' own source, run on a CPU: each party a thread, shared memory a tensor, the TMA and products late.
+"""The Hopper kernels' own source, run on a CPU: each warp a thread, shared memory a tensor, copies and products late.
 
 Triton can't interpret Gluon. Here a kernel's Python functions are called as they stand, in a world where `gl`, `mbarrier` and
-their like mean what is below. It shows wrong values, hangs, and orders of events that a GPU may take and seldom does: parties
-go on in random order (parties.py), a copy arrives at any time after it began, and a product reads shared memory until it is
-waited for. What is read in a way that a GPU does not promise becomes NaN:
+their like mean what is below. It shows wrong values, hangs, and orders of events that a GPU may take and seldom does: warps go
+on in random order (parties.py) and know their own rows alone, a copy arrives at any time after it began, and a product reads
+shared memory until it is waited for. What is read in a way that a GPU does not promise becomes NaN:
 
     memory that a copy is still to fill, or that changed while a product or a copy to memory read it;
     memory that threads wrote and the tensor cores or the TMA read, without a fence between.
 
-What only a compiler or a GPU can tell is left out: layouts, registers, speed, and threads of one party that are apart.
+A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. What only a compiler
+or a GPU can tell is left out: layouts, registers, speed.
 """
 
 import itertools
