@@ -44,20 +44,25 @@ def attention(result: Result) -> str:
         for nth, row in enumerate(its):
             cells[nth] = {"wrong": "wrong result", "failed": "fails"}.get(row["status"], cells[nth])
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_cycles(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
+    return "\n".join([*lines, *_counted(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
 
 
-def _cycles(result: Result, columns: list[str], labels: dict[str, str]) -> list[str]:
-    """Clock cycles of calls without a pause, where they were counted; the fewest of each row are bold."""
-    rows = {(row["shape"], row["kernel"]): row for row in result["rows"] if "forward_mcycles" in row}
-    if not rows:
-        return []
-    lines = ["", "| million cycles forward / backward | " + " | ".join(labels[kernel] for kernel in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for shape in result["shapes"]:
-        its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
-        cells = _bold(its, ("forward_mcycles", "backward_mcycles"), min, "{:.3f}".format)
-        lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
+COUNTED = (("million cycles", "mcycles", "{:.3f}"), ("joules", "joules", "{:.3g}"))
+
+
+def _counted(result: Result, columns: list[str], labels: dict[str, str]) -> list[str]:
+    """What calls without a pause take, where it was counted; the fewest of each row are bold."""
+    lines = []
+    for title, field, text in COUNTED:
+        rows = {(row["shape"], row["kernel"]): row for row in result["rows"] if f"forward_{field}" in row}
+        if not rows:
+            continue
+        lines += ["", f"| {title} forward / backward | " + " | ".join(labels[kernel] for kernel in columns) + " |"]
+        lines.append("|---" * (len(columns) + 1) + "|")
+        for shape in result["shapes"]:
+            its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
+            cells = _bold(its, (f"forward_{field}", f"backward_{field}"), min, text.format)
+            lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
     return lines
 
 

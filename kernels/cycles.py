@@ -4,14 +4,10 @@ has a clock of its own, so the cycles of waiting for it do drift.) So two versio
 by them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from .peers import Run, Shape
 
 
 @triton.jit
@@ -37,14 +33,6 @@ def cycles_of(call: Callable[[], object], repeats: int, device: torch.device) ->
     return (after - before)[read].double().median().item() / repeats
 
 
-def of_both(
-    run: Run, inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor, shape: Shape, row: dict[str, Any], rep: float
-) -> dict[str, float]:
-    """Millions, of a forward and of its backward, from as many calls as take about `rep` ms by what `row` says."""
-
-    def millions(way: str, call: Callable[[], object]) -> dict[str, float]:
-        return {f"{way}_mcycles": cycles_of(call, max(2, int(rep / row[f"{way}_ms"])), dout.device) / 1e6}
-
-    forward = millions("forward", lambda: run(*inputs, shape))
-    out = run(*inputs, shape)
-    return forward | millions("backward", lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+def count_cycles(call: Callable[[], object], ms: float, rep: float, device: torch.device) -> dict[str, float]:
+    """Millions, of as many calls as take about `rep` ms."""
+    return {"mcycles": cycles_of(call, max(2, int(rep / ms)), device) / 1e6}

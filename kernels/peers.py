@@ -163,6 +163,7 @@ def errors(results: Sequence[Tensor], truths: list[list[Tensor]], shape: Shape) 
     return [(g / n) ** 0.5 for g, n in zip(gap, norm, strict=True)]
 
 
+WAYS = ("forward", "backward")
 Run = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 
 

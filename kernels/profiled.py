@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from .bench import DTYPES, kernels, random_inputs
+from .measure import DTYPES, kernels, random_inputs
 from .peers import SHAPES
 
 DEVICE = "cuda"

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 
 from .chunked import GPU_FACTOR, K_CHUNK, Q_CHUNK
-from .peers import Shape, mask_of
+from .peers import WAYS, Shape, mask_of
 
 MIB = 2**20
-WAYS = ("forward", "backward")
 SIZES = {"bf16": 2, "fp16": 2}
 
 

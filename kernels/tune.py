@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import hopper_backward, hopper_forward, hopper_tiles, triton_tiles
-from .bench import ROOT, machine, slug
 from .block import Block, Gradients
 from .compat import chip, compile_ahead
 from .launches import Launch
 from .mask import Mask
+from .measure import ROOT, machine, slug
 from .triton_backward import backward_launches, output_delta
 from .triton_forward import forward_launches
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels.bench import DTYPES, ROOT, WRONG, attempt, machine, slug
 from kernels.blocks import BACKENDS
+from kernels.measure import DTYPES, ROOT, WRONG, attempt, machine, slug
 
 from .layout import KINDS
 from .mesh import Mesh

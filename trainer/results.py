@@ -24,7 +24,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from kernels.bench import slug
+from kernels.measure import slug
 from kernels.plots import pyplot
 
 from . import check, cost, rules, rundir

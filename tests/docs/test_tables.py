@@ -67,7 +67,7 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     assert (house / "README.md").read_text() == text
 
 
-def test_cycles_are_shown_where_they_were_counted() -> None:
+def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
     rows = [
         row("a", "triton", 1, 1, forward_mcycles=2.5, backward_mcycles=7.0),
         row("a", "fa4", 1, 1, forward_mcycles=2.4, backward_mcycles=7.5),
@@ -76,14 +76,21 @@ def test_cycles_are_shown_where_they_were_counted() -> None:
     ]
     labels = {"fa4": "FA4", "triton": "TRITON"}
     result = {"shapes": [{"name": "a"}, {"name": "b"}], "rows": rows}
-    assert tables._cycles(result, ["fa4", "triton"], labels)[1:] == [
+    assert tables._counted(result, ["fa4", "triton"], labels)[1:] == [
         "| million cycles forward / backward | FA4 | TRITON |",
         "|---|---|---|",
         "| a | **2.400** / 7.500 | 2.500 / **7.000** |",
         "| b | **0.123** / **1.000** | – |",
     ]
+    result["rows"] = [row("a", "fa4", 1, 1, forward_joules=0.51234, backward_joules=1.2), *rows[2:3]]
+    assert tables._counted(result, ["fa4", "triton"], labels)[1:] == [
+        "| joules forward / backward | FA4 | TRITON |",
+        "|---|---|---|",
+        "| a | **0.512** / **1.2** | – |",
+        "| b | – | – |",
+    ]
     result["rows"] = rows[2:3]
-    assert tables._cycles(result, ["fa4", "triton"], labels) == []
+    assert tables._counted(result, ["fa4", "triton"], labels) == []
 
 
 def test_what_a_visible_tile_costs() -> None:

@@ -2,11 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels import bench, peers
+from kernels import bench, energy, measure, peers
 from kernels.peers import Kernel, Shape
 
 
@@ -39,13 +40,13 @@ def test_tiles_are_those_with_something_visible(options: dict) -> None:
 def test_pairs_are_those_visible(options: dict) -> None:
     shape = Shape("s", 1, 37, 2, 1, 16, **options)
     assert shape.pairs() == counted(shape)
-    assert bench.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
+    assert peers.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
 
 
 def test_flops_follow_the_convention() -> None:
     assert Shape("s", 2, 1024, 16, 4, 128).flops() == 4 * 2 * 16 * 1024**2 / 2 * 128
     assert Shape("s", 2, 1024, 16, 4, 128, causal=False).flops() == 4 * 2 * 16 * 1024**2 * 128
-    row = bench.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
+    row = measure.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
     assert row["forward_tflops"] == pytest.approx(500) and row["backward_tflops"] == pytest.approx(2500 / 4)
     assert row["both_tflops"] == pytest.approx(3500 / 6)
     assert (row["forward_tflops_min"], row["forward_tflops_max"]) == pytest.approx((250, 1000))
@@ -137,7 +138,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(name: str, tmp_path, monkeypatch: p
 
 
 def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "attention", lambda q, k, v, **options: q * k.mean() * v.mean())
+    monkeypatch.setattr(measure, "attention", lambda q, k, v, **options: q * k.mean() * v.mean())
     code, result = run(tmp_path, "--only", "chunked")
     assert code == 1 and result["rows"][0]["status"] == "wrong"
 
@@ -148,6 +149,7 @@ def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.Mo
         (["--only", "flux"], "the kernels are"),
         (["--rounds", "0"], "at least 1"),
         (["--cycles"], "leave it out here"),
+        (["--energy"], "leave it out here"),
         (["--json", "no/such/folder/x.json"], "make it first"),
         (["--shapes", "huge"], "invalid choice"),
     ],
@@ -164,9 +166,81 @@ def test_large_dense_kernels_are_left_out() -> None:
 
 
 def test_names_of_results() -> None:
-    assert bench.slug("NVIDIA H200") == "h200"
-    assert bench.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
-    assert bench.slug("CPU, x86_64") == "cpu"
+    assert measure.slug("NVIDIA H200") == "h200"
+    assert measure.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert measure.slug("CPU, x86_64") == "cpu"
+
+
+def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> None:
+    """For each way, of a call that runs; and where counting fails the times stand all the same."""
+    shape, cpu = peers.SHAPES["tiny"], torch.device("cpu")
+
+    def count(call, ms: float, rep: float, device: torch.device) -> dict[str, float]:
+        call()
+        return {"mcycles": ms * 2, "joules": rep, "watts": 700.0}
+
+    def fails(*_: object) -> dict[str, float]:
+        raise RuntimeError("boom")
+
+    rows = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [count])
+    for way in peers.WAYS:
+        assert rows[0][f"{way}_mcycles"] == 2 * rows[0][f"{way}_ms"] and rows[0][f"{way}_joules"] == 1.0
+    assert "million cycles  1 / 1 J at 700 / 700 W" in bench.report(shape, rows)
+    (row,) = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [fails])
+    assert row["status"] == "ok" and row["forward_ms"] > 0 and row["note"] == "RuntimeError: boom"
+
+
+class Driver:
+    """NVML's counter of a GPU that takes 500 W and has a new value every 0.1 s."""
+
+    def __init__(self, code: int = 0, watts: float = 500.0) -> None:
+        self.seconds, self.code, self.watts = 0.0, code, watts
+
+    def nvmlInit_v2(self) -> int:
+        return self.code
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
+        return 0 if name == b"GPU-1234" else 6
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, to) -> int:
+        to._obj.value = int(1000 * self.watts * (self.seconds // 0.1 * 0.1))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: driver.seconds)
+    return driver
+
+
+def test_joules_are_those_of_one_call(driver: Driver) -> None:
+    """However many calls stand between two looks at a counter that stands still most of the time."""
+    for ms in (0.01, 3.0, 70.0, 2000.0):
+
+        def call(ms: float = ms) -> None:
+            driver.seconds += ms / 1000
+
+        found = energy.count_energy(call, ms, 200.0, torch.device("cuda"))
+        assert found["joules"] == pytest.approx(500 * ms / 1000, rel=0.1) and found["watts"] == pytest.approx(500, rel=0.1)
+
+
+def test_a_counter_that_does_not_count_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> None:
+        energy.count_energy(lambda: setattr(driver, "seconds", driver.seconds + 0.1), 100.0, 200.0, torch.device("cuda"))
+
+    for change, told in ((dict(watts=0.0), "stands still"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9")):
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                patch.setattr(driver, name, value)
+            with pytest.raises(ValueError, match=f"{told}.*leave it out"):
+                count()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="leave it out"):
+        energy.Counter(torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -179,3 +253,10 @@ def test_cycles_are_those_of_one_call() -> None:
     once, twice = cycles_of(lambda: x @ x, 20, device), cycles_of(lambda: x @ x @ x, 20, device)
     assert 1.8 * once < twice < 2.2 * once
     assert once > 4096**3 / (132 * 2048)  # no multiprocessor multiplies more in a cycle
+
+
+@pytest.mark.gpu
+def test_watts_are_those_of_a_gpu() -> None:
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    found = energy.count_energy(lambda: x @ x, 0.2, 200.0, x.device)
+    assert 100 < found["watts"] < 1500 and 0.01 < found["joules"] < 1

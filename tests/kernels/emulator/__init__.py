@@ -8,8 +8,8 @@ shared memory until it is waited for. What is read in a way that a GPU does not 
     memory that a copy is still to fill, or that changed while a product or a copy to memory read it;
     memory that threads wrote and the tensor cores or the TMA read, without a fence between.
 
-A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. What only a compiler
-or a GPU can tell is left out: layouts, registers, speed.
+A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. What only a
+compiler or a GPU can tell is left out: layouts, registers, speed.
 """
 
 import itertools
