@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels import Mask, attention, block_backward, block_forward, output_delta
+from kernels import Mask, attention, block_backward, block_forward, hopper_tiles, output_delta, tune
 from kernels.compat import tma_load, tma_store
 from kernels.hopper_arguments import descriptor
 
@@ -45,6 +45,17 @@ def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None
     emulate(monkeypatch, seed, resident=1 + seed % 4)
     longer = replace(case, width=width, v_width=None).grown(random.Random(seed).choice([2, 3, 5]))
     check_case(longer, "hopper", torch.bfloat16, "cpu")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kernel", tune.HOPPER_CANDIDATES)
+def test_every_tile_that_the_tuner_tries_is_right(kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = hopper_tiles.FORWARD if kernel == "hopper-forward" else hopper_tiles.BACKWARD
+    used = table[width]
+    for tile in tune.HOPPER_CANDIDATES[kernel][width]:
+        monkeypatch.setitem(table, width, used | tile)
+        check_case(Case("tile", rows=150, width=width, heads=(1, 1), causal=True), "hopper", torch.bfloat16, "cpu")
 
 
 @pytest.mark.hopper
