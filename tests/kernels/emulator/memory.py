@@ -118,6 +118,8 @@ class Memory:
         was = self.tensor.clone()
 
         def ends() -> Tensor:
+            if fenced and torch.equal(self.tensor, was):
+                return was
             same = (self.tensor == was) | (self.tensor.isnan() & was.isnan())
             return torch.where(same & fenced, was, float("nan"))
 

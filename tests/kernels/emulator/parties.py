@@ -1,7 +1,8 @@
 """Parties that wait for each other, one at a time and in an order that a seed decides: what goes wrong does so again.
 
-Whoever is ready and has the highest priority goes on. Priorities are drawn anew now and then, so over many seeds each party is
-at times far behind the others (probabilistic concurrency testing, Burckhardt et al. 2010). What a machine does by itself, as a
+A party goes on until it has to wait, or is told to draw a new priority, which happens now and then; next comes whoever is ready
+and has the highest. So over many seeds each is at times far behind the others (probabilistic concurrency testing, Burckhardt et
+al. 2010). What a machine does by itself, as a
 copy that is under way, is a party as well, and may be as late.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-CHANGES = 1 / 24  # of a priority, each time that a party lets others go first
+CHANGES = 1 / 12  # how often a party that could go on lets others go first, with a new priority of its own
 
 
 class Stuck(AssertionError):
@@ -73,19 +74,25 @@ class Parties:
         assert party is not None
         if self.random.random() < CHANGES:
             party.priority = self.random.random()
+        elif ready():
+            return
         party.ready, party.waits_for = ready, waits_for
-        if self._next() is not party:
-            self._wake_of(party)
+        self._others_first(party)
 
     def pause(self) -> None:
         self.wait(_always, "nothing")
 
     def step_back(self) -> None:
         """Behind all others: what a party does that looks again and again."""
-        assert self.now is not None
+        party = self.now
+        assert party is not None
         self.lowest -= 1
-        self.now.priority = self.lowest
-        self.pause()
+        party.priority, party.ready = self.lowest, _always
+        self._others_first(party)
+
+    def _others_first(self, party: Party) -> None:
+        if self._next() is not party:
+            self._wake_of(party)
 
     def _joins(self, party: Party) -> Party:
         self.parties.append(party)
