@@ -146,31 +146,47 @@ def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) 
     return ", ".join(found)
 
 
-MEETS = re.compile(r"\b(bar\.sync|barrier\.sync|bar\.warp\.sync)\b")
-FOR_ALL = re.compile(r"@%p\d+\s+(mbarrier\.arrive\.shared|cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared)")
-OF_EACH = re.compile(r"\b(st\.shared|ld\.shared|wgmma\.|cp\.async\.bulk\.wait_group)")
+ARRIVES, SENDS = r"\bmbarrier\.arrive\.shared", r"\bcp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared"
+OF_EACH = r"\b((st|ld|atom|red)\.shared|(st|ld)matrix\.|wgmma\.|cp\.async\.bulk\.wait_group)"
 
 
 def goes_ahead(ptx: str) -> str:
     """Where one thread acts for its party though others may still read or write, or others do though only it has waited.
 
-    Triton puts barriers there, and the emulator takes them for granted.
+    Triton puts barriers there, and the emulator takes them for granted. Lines are looked at as they stand in the text, so
+    jumps are not followed.
     """
     lines = ptx.splitlines()
-    if "setmaxnreg" in ptx and not FOR_ALL.search(ptx):
-        return "none of what one thread does is known"
+    if "setmaxnreg" in ptx and not re.search(ARRIVES, ptx):
+        return "no arrival is known"
+    if "wait_group.read" in ptx and not re.search(SENDS, ptx):
+        return "no copy to memory is known"
     for number, line in enumerate(lines):
-        beside: list[str] = []
-        if FOR_ALL.search(line):
-            beside = lines[:number][::-1]
+        found = ""
+        if re.search(f"{ARRIVES}|{SENDS}", line):
+            found = not_met(lines[:number][::-1])
         elif "cp.async.bulk.wait_group.read" in line:
-            beside = lines[number + 1 :]
-        for other in beside:
-            if MEETS.search(other):
-                break
-            if OF_EACH.search(other):
-                return f"{line.strip()} beside {other.strip()}"
+            found = not_met(lines[number + 1 :])
+        if found:
+            return f"{line.strip()} beside {found}"
     return ""
+
+
+def not_met(lines: list[str]) -> str:
+    """What each thread does on the way to the next barrier. One of a warp is enough for a party that has no other."""
+    alone, behind, warps_meet = "", "", False
+    for line in lines:
+        if re.search(r"\bbar\.sync\b", line):  # of a party of several warps
+            return alone or behind
+        if re.search(r"\bbarrier\.sync\b", line):  # where parties begin and end
+            break
+        if "bar.warp.sync" in line:
+            warps_meet = True
+        elif re.search(OF_EACH, line) and warps_meet:
+            behind = line.strip()
+        elif re.search(OF_EACH, line):
+            alone = line.strip()
+    return alone
 
 
 def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:

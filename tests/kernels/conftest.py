@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kernels.compat import hopper_runs_on
+
 from ..conftest import HAS_GPU
 
 
@@ -14,5 +16,5 @@ def hopper_somewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         from .emulator import emulate  # only here: it imports the kernels, and triton with them
 
         emulate(monkeypatch)
-    elif torch.cuda.get_device_capability()[0] != 9:
+    elif not hopper_runs_on(torch.device("cuda")):
         pytest.skip("needs an sm_90 GPU, or none")

@@ -62,15 +62,19 @@ ARRIVES = "\t@%p3 mbarrier.arrive.shared::cta.b64 _, [%r4];"
 SENDS = "\t@%p18 cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1}], [%r2];"
 WAITS = "\tcp.async.bulk.wait_group.read 1;"
 WRITES = "\tst.shared.v2.b32 [%r1], {%r2, %r3};"
+LEAVES = "\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};"
 MEETS = "\tbar.sync \t2, 128;"
+WARP_MEETS, BEGINS = "\tbar.warp.sync \t-1;", "\tbarrier.sync \t1;"
 
 
-@pytest.mark.parametrize("ahead", [(READS, ARRIVES), (WRITES, SENDS), (WAITS, WRITES), (WAITS, SENDS)])
+@pytest.mark.parametrize("ahead", [(READS, ARRIVES), (WRITES, SENDS), (LEAVES, SENDS), (WAITS, WRITES), (WAITS, LEAVES)])
 def test_a_thread_that_goes_ahead_of_its_party_is_found(ahead: tuple[str, str]) -> None:
-    first, second = ahead
+    first, second = ahead if ahead[1] != LEAVES else (ahead[0], f"{LEAVES}\n{MEETS}\n{SENDS}")
     assert goes_ahead("\n".join([MEETS, first, "\tmov.u32 %r1, 0;", second, MEETS]))
     assert not goes_ahead("\n".join([MEETS, first, MEETS, second, MEETS]))
-    assert goes_ahead("setmaxnreg.dec.sync.aligned.u32 24;")
+    assert goes_ahead("\n".join([MEETS, first, WARP_MEETS, second, MEETS]))
+    assert "no arrival" in goes_ahead("setmaxnreg.dec.sync.aligned.u32 24;") and "no copy" in goes_ahead(f"{MEETS}\n{WAITS}")
+    assert not goes_ahead("\n".join([BEGINS, WRITES, WARP_MEETS, ARRIVES, BEGINS]))  # a party of one warp
 
 
 def test_versions_that_spill_more_are_named() -> None:

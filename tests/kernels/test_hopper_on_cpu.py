@@ -2,6 +2,7 @@
 
 import random
 import threading
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels import Mask, attention, block_backward, block_forward, hopper_tiles, output_delta, tune
 from kernels.compat import tma_load, tma_store
 from kernels.hopper_arguments import descriptor
+from kernels.hopper_common import arrive_each
 
 from ..conftest import HAS_GPU
 from .cases import CASES
@@ -41,7 +43,7 @@ def test_sweep(case: Case, dtype: torch.dtype, poisoned_memory: None) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these head dims has tiles and parties of its own. Seeds are fixed: an order that went wrong once comes again."""
-    seed = MASKS.index(case) * 1000 + width
+    seed = zlib.crc32(f"{case} {width}".encode())
     emulate(monkeypatch, seed, resident=1 + seed % 4)
     longer = replace(case, width=width, v_width=None).grown(random.Random(seed).choice([2, 3, 5]))
     check_case(longer, "hopper", torch.bfloat16, "cpu")
@@ -83,6 +85,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "nobody waits for a place": (dict(wait_free=lambda free, nth, NUM: nth % NUM), "more than 1 arrive"),
     "a place is not given back": (dict(arrive_each=lambda barrier: None), "all wait: .*consume .* phase 1 of"),
     "a product is not waited for": (dict(warpgroup_mma_wait=lambda pending, deps: deps[0]), "before it was waited for"),
+    "nobody hands a turn on": (dict(pass_turn=lambda *_: None), "for another number in memory"),
     "one step beyond memory": (dict(row_count=lambda at: at[2] + 1), r"outside of a tensor's \d+ elements"),
 }
 
@@ -100,6 +103,32 @@ def test_what_no_fence_makes_visible_is_not_read(monkeypatch: pytest.MonkeyPatch
     assert all(x.isfinite().all() for x in right) and all(x.isnan().any() for x in wrong)
 
 
+@gluon.jit
+def hand_on_unfenced(full):
+    arrive_each(full)
+    fence_async_shared()
+
+
+@gluon.jit
+def pass_turn_early(taking_turns, h, row):
+    """Before what was added is in memory."""
+    turns, stride, turn, _before_end = taking_turns
+    gl.atomic_xchg(turns + h * stride + row // 64, turn + 1, sem="release")
+
+
+@gluon.jit
+def turn_at_once(taking_turns, h, row):
+    return taking_turns[2]
+
+
+def orders(monkeypatch: pytest.MonkeyPatch, **instead: Any) -> list[torch.Tensor]:
+    return [results(monkeypatch, seed, **instead)[1] for seed in range(1, 600, 100)]
+
+
+def test_a_fence_behind_the_arrival_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any(dq.isnan().any() for dq in orders(monkeypatch, hand_on=hand_on_unfenced))
+
+
 def test_a_warp_that_goes_ahead_of_its_party_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton has them meet before one arrives for all (ahead.goes_ahead makes sure of it), and at this head dim one does."""
 
@@ -108,20 +137,23 @@ def test_a_warp_that_goes_ahead_of_its_party_is_found(monkeypatch: pytest.Monkey
         if machine.me.index == 0:
             barrier.arrive(count)
 
-    monkeypatch.setattr(Machine, "arrive", arrives_alone)
+    case = Case("alone", rows=500, width=64, causal=True)
     emulate(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_case(Case("alone", rows=500, width=64, causal=True), "hopper", torch.bfloat16, "cpu")
+    check_case(case, "hopper", torch.bfloat16, "cpu")
+    monkeypatch.setattr(Machine, "arrive", arrives_alone)
+    with pytest.raises(AssertionError, match=r"all wait|NaN"):
+        check_case(case, "hopper", torch.bfloat16, "cpu")
 
 
 def test_orders_differ_and_turns_make_them_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each seed is an order of its own, in which dq would add up to other bits."""
-    first, other = (results(monkeypatch, seed) for seed in (1, 101))
-    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    orders = [
-        results(monkeypatch, seed, turn_at=lambda taking_turns, h, row: taking_turns[2])[1] for seed in range(1, 400, 100)
-    ]
-    assert any(not torch.equal(orders[0], order) for order in orders[1:])
+
+    def differ(dq: list[torch.Tensor]) -> bool:
+        return any(not torch.equal(dq[0], other) for other in dq[1:])
+
+    assert not differ(orders(monkeypatch))
+    for mistake in (dict(turn_at=turn_at_once), dict(pass_turn=pass_turn_early)):
+        assert differ(orders(monkeypatch, **mistake)), mistake
 
 
 @gluon.jit

@@ -6,10 +6,11 @@ on in random order (parties.py) and know their own rows alone, a copy arrives at
 shared memory until it is waited for. What is read in a way that a GPU does not promise becomes NaN:
 
     memory that a copy is still to fill, or that changed while a product or a copy to memory read it;
-    memory that threads wrote and the tensor cores or the TMA read, without a fence between.
+    memory that threads wrote and the tensor cores or the TMA read, without a fence of the writer's between.
 
-A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. What only a
-compiler or a GPU can tell is left out: layouts, registers, speed.
+A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. Two things are told
+anew here: `scale_rows`, which is PTX, and the order in which dq is stored. What only a compiler or a GPU can tell is left out:
+layouts, registers, speed, a warp's threads that are apart, and whether an arrival comes behind its thread's own loads.
 """
 
 import itertools

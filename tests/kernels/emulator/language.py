@@ -71,11 +71,18 @@ class Language:
         return x
 
     def load(self, pointer: Pointer, mask: Numbers | None = None, other: Any = 0, volatile: bool = False) -> Numbers:
-        if volatile:  # looks again and again
-            self.machine.parties.step_back()
-        return pointer.load(mask, other)
+        parties, me = self.machine.parties, self.machine.me
+        parties.pause()
+        found = pointer.load(mask, other)
+        if volatile and me.last_look == (look := (int(pointer.at), int(found))):  # nothing new: it looks until there is
+            parties.wait(lambda: int(pointer.load(mask, other)) != look[1], "another number in memory")
+            found = pointer.load(mask, other)
+        if volatile:
+            me.last_look = int(pointer.at), int(found)
+        return found
 
     def store(self, pointer: Pointer, value: Any, mask: Numbers | None = None) -> None:
+        self.machine.parties.pause()
         pointer.store(value, mask, self.machine.me.rows(pointer.at))
 
     def atomic_xchg(self, pointer: Pointer, value: Any, sem: str = "") -> None:

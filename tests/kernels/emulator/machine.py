@@ -13,7 +13,7 @@ from triton.language import constexpr
 from .language import Language
 from .memory import Barrier, CopyOut, Meeting, Memory, Program, Warp
 from .parties import Parties
-from .values import Descriptor, Numbers, Pointer
+from .values import Descriptor, Numbers, Pointer, Product
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -42,15 +42,15 @@ class Machine:
             tma_load=self.copy_in,
             tma_store=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=False),
             tma_add=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=True),
-            fence_async_shared=lambda: self.me.program.unfenced.pop(self.me, None),
+            fence_async_shared=self.fence,
             warpgroup_mma=self.multiply,
             warpgroup_mma_wait=self.wait_for_products,
             barrier=self.meet,
             with_layout=lambda memory, _layout: Memory(self.parties, memory.tensor, odd_rows_apart=True),
             scale_rows=lambda acc, factor: acc * factor[:, None],  # whose source is PTX
         )
-        self.meanings |= instead
         self.functions: dict[Any, Callable[..., Any]] = {}
+        self.meanings |= {name: self.meant(value) for name, value in instead.items()}
 
     @property
     def me(self) -> Warp:
@@ -126,7 +126,12 @@ class Machine:
             meeting.here, meeting.times = 0, now + 1
         self.parties.wait(lambda: meeting.times != now, "other warps of its party")
 
+    def fence(self) -> None:
+        self.parties.pause()
+        self.me.program.unfenced.pop(self.me, None)
+
     def expect(self, barrier: Barrier, count: int) -> None:
+        assert self.me.meeting.size == 1
         barrier.bytes += count
         self.arrive(barrier)
 
@@ -146,7 +151,7 @@ class Machine:
 
     def copy_in(self, descriptor: Descriptor, at: list[Any], barrier: Barrier, memory: Memory) -> None:
         self.parties.pause()
-        assert memory.shape == descriptor.block and memory.dtype == descriptor.dtype
+        assert self.me.meeting.size == 1 and memory.shape == descriptor.block and memory.dtype == descriptor.dtype
         part, inside = descriptor.inside(at)
         program = self.me.program
         program.copies += 1
@@ -193,26 +198,30 @@ class Machine:
         mine = self.me.copies
         self.parties.wait(lambda: all(copy.is_done for copy in mine), "a copy out to have written")
 
-    def multiply(self, a: Any, b: Memory, acc: Numbers, use_acc: bool = True, is_async: bool = False) -> Numbers:
+    def multiply(self, a: Any, b: Memory, acc: Numbers, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
         self.parties.pause()
         mine = self.me.rows(a)
         left = (
             a.slice(mine.start, mine.stop - mine.start).read_late() if isinstance(a, Memory) else partial(_same, a.tensor[mine])
         )
-        right, product = b.read_late(), Numbers(None)
+        right, product = b.read_late(), Product()
 
         def ends() -> None:
-            product.value = torch.full_like(acc.tensor, float("nan"))
-            product.value[mine] = left().float() @ right().float()
+            added = acc.ended if isinstance(acc, Product) else acc.tensor
+            assert added is not None
+            product.ended = torch.full_like(added, float("nan"))
+            product.ended[mine] = left().float() @ right().float()
             if use_acc:
-                product.value += acc.tensor
+                product.ended += added
 
         self.me.products.append(ends)
         return product
 
-    def wait_for_products(self, pending: int, deps: tuple[Numbers, ...]) -> Any:
+    def wait_for_products(self, pending: int, deps: tuple[Product, ...]) -> Any:
         self.parties.pause()
         while len(self.me.products) > pending:
             self.me.products.pop(0)()
-        return deps if len(deps) > 1 else deps[0]
+        assert all(product.ended is not None for product in deps), "a product that is not waited for"
+        ended = tuple(Numbers(product.ended) for product in deps)
+        return ended if len(ended) > 1 else ended[0]

@@ -55,7 +55,7 @@ class Meeting:
 
 @dataclass(eq=False)
 class Warp:
-    """One warp of a party, and what is its own. Of a tensor it has as many rows as the others, and knows nothing of theirs."""
+    """One warp of a party, and what is its own. Of a tensor it multiplies and stores as many rows as the others."""
 
     program: "Program"
     index: int = 0
@@ -63,9 +63,11 @@ class Warp:
     threads: int = 32
     products: list[Callable[[], None]] = field(default_factory=list)
     copies: list[CopyOut] = field(default_factory=list)
+    last_look: tuple[int, int] | None = None  # at which place in memory, and what was there
 
     def rows(self, x: Any) -> slice:
-        each = x.shape[0] // self.meeting.size
+        each, rest = divmod(x.shape[0], self.meeting.size)
+        assert rest == 0
         return slice(self.index * each, (self.index + 1) * each)
 
 

@@ -1,9 +1,8 @@
 """Parties that wait for each other, one at a time and in an order that a seed decides: what goes wrong does so again.
 
-A party goes on until it has to wait, or is told to draw a new priority, which happens now and then; next comes whoever is ready
-and has the highest. So over many seeds each is at times far behind the others (probabilistic concurrency testing, Burckhardt et
-al. 2010). What a machine does by itself, as a
-copy that is under way, is a party as well, and may be as late.
+A party goes on until it has to wait, or is told to draw a new priority, which happens now and then; next comes whoever is
+ready and has the highest. So over many seeds each is at times far behind the others (after probabilistic concurrency testing,
+Burckhardt et al. 2010). What a machine does by itself, as a copy that is under way, is a party as well, and may be as late.
 """
 
 import random
@@ -42,7 +41,6 @@ class Parties:
         self.now: Party | None = None
         self.failure: BaseException | None = None
         self.over = threading.Event()
-        self.lowest = 0.0
         self.turns_left = most_turns
 
     @property
@@ -77,22 +75,11 @@ class Parties:
         elif ready():
             return
         party.ready, party.waits_for = ready, waits_for
-        self._others_first(party)
+        if self._next() is not party:
+            self._wake_of(party)
 
     def pause(self) -> None:
         self.wait(_always, "nothing")
-
-    def step_back(self) -> None:
-        """Behind all others: what a party does that looks again and again."""
-        party = self.now
-        assert party is not None
-        self.lowest -= 1
-        party.priority, party.ready = self.lowest, _always
-        self._others_first(party)
-
-    def _others_first(self, party: Party) -> None:
-        if self._next() is not party:
-            self._wake_of(party)
 
     def _joins(self, party: Party) -> Party:
         self.parties.append(party)

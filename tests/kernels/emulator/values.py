@@ -11,15 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Numbers:
-    """A tensor in registers, or one number. A product's numbers are not there before it was waited for."""
+    """A tensor in registers, or one number."""
 
-    def __init__(self, value: Tensor | None) -> None:
-        self.value = value
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self.value is not None, "a product is read before it was waited for"
-        return self.value
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     def __getitem__(self, at: Any) -> "Numbers":
         return Numbers(self.tensor[at])
@@ -48,6 +43,17 @@ class Numbers:
 
     def split(self) -> tuple["Numbers", ...]:
         return tuple(Numbers(part) for part in self.tensor.unbind(-1))
+
+
+class Product(Numbers):
+    """Of the tensor cores. Another product may add to it; to be read it has to come out of a wait."""
+
+    def __init__(self) -> None:
+        self.ended: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        raise AssertionError("a product is read before it was waited for")
 
 
 def of_one_type(*given: Any) -> list[Tensor]:
