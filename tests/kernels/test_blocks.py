@@ -252,6 +252,7 @@ ORDERED = {  # name: (heads, key heads, head dim, mask, whether rows are a zigza
     "causal": (4, 2, 128, Mask(causal=True), False),
     "full": (4, 1, 64, Mask(), False),
     "window": (2, 2, 128, Mask(window=(7 * UNIT, UNIT // 2)), False),
+    "edge": (2, 2, 128, Mask(window=(65, 10)), False),  # of a tile of queries a program's keys see one row
     "documents": (4, 4, 64, Mask.from_lengths([7 * UNIT, 1, 9 * UNIT, 14 * UNIT - 1], causal=True), False),
     "padding": (4, 2, 128, Mask(causal=True, documents=torch.stack([PADDED, PADDED.flip(0)])), False),
     "prefix": (2, 2, 128, Mask(causal=True, prefix=3 * UNIT + 3), False),
