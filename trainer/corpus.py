@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -236,6 +237,8 @@ def _cached(cache: str, key: list, make: Callable[[Path], None]) -> Path:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its process dies
         if not (root / name).exists():
+            for left in root.glob(f"{name}.[0-9]*"):  # by a process that was killed; it may have had this one's number
+                shutil.rmtree(left)
             new = root / f"{name}.{os.getpid()}"
             new.mkdir()
             try:

@@ -51,7 +51,7 @@ def train(run: Run) -> bool:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
                 f"the gradient was not finite in {bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
-                "lower optim.lr, or look at these samples; the last checkpoint is as it was"
+                f"lower optim.lr, or look at these samples; {run.way_on()}"
             )
         last, stop = step == config.steps, total.stop
         if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:

@@ -65,7 +65,7 @@ class Run:
             rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
-        self.position = checkpoint.Position()
+        self.position, self.unsaved = checkpoint.Position(), ""
         if source:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
@@ -146,17 +146,19 @@ class Run:
         return report
 
     def save(self) -> None:
+        """If it fails `unsaved` says why, until one succeeds."""
         self.tracker.clock.pause()
         self.watchdog.at(self.position.step, "checkpoint")
         began = time.perf_counter()
         described = dict(
             model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
         )
-        described |= dict(length=self.config.data.length)
+        described |= dict(length=self.config.data.length, tokens=self._foreign_tokens())
         folder, options = self.folder / "checkpoints", self.config.checkpoint
-        problem = checkpoint.save(folder, self.engine, self.position, described, self.ranks, options)
-        if problem:
-            self.tracker.say(f"step {self.position.step}: the checkpoint could not be written, the one before stays: {problem}")
+        self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.ranks, options)
+        if self.unsaved:
+            step = self.position.step
+            self.tracker.say(f"step {step}: the checkpoint could not be written, the one before stays: {self.unsaved}")
         elif time.perf_counter() - began > 5:
             self.tracker.say(f"step {self.position.step}: saved in {time.perf_counter() - began:.0f} s")
         self.tracker.clock.go_on()
@@ -173,23 +175,40 @@ class Run:
             sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
             whole = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
             lines = [f"held-out loss{whole}{sources}", "", report.text(), ""]
-        if config.evaluate.sample:
+        if config.evaluate.sample and not self._foreign_tokens():
             self.watchdog.at(step, "sample")
             lines += [self._sample(), ""]
-        saved = any((self.folder / "checkpoints").glob("step-*[0-9]"))
-        lines += [
-            f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config"
-            + (f", {path}/checkpoints the weights." if saved else "."),
-            "What to try next:",
-            *self._next(path, python, saved),
-        ]
+        last = self.last_saved()
+        weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
+        lines.append(f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config{weights}.")
+        if self.unsaved:  # so it is not finished
+            lines.append(f"Step {step} is not saved: {self.unsaved}. Make room; the same command goes on from what is saved.")
+        else:
+            lines += ["What to try next:", *self._next(path, python, last is not None)]
         self.tracker.say("\n" + "\n".join(lines))
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and not self.unsaved:
             rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+
+    def way_on(self) -> str:
+        """What to give for a run with other options that begins at the last checkpoint."""
+        last = self.last_saved()
+        if last is None:
+            return "no checkpoint was saved, so it starts anew"
+        if self.config.name:
+            return f"the same name= goes on after {last.name}"
+        return f"checkpoint.resume={_short(last)} goes on from the last checkpoint"
+
+    def last_saved(self) -> Path | None:
+        return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
+
+    def _foreign_tokens(self) -> bool:
+        """Whether all it read were ids that no tokenizer here has made: it can neither be asked nor read."""
+        foreign = all(source.kind == "tokens" for source in self.config.data.sources.values())
+        return foreign and self.config.tokenizer.kind == "bytes"
 
     def _next(self, path: str, python: str, saved: bool) -> Iterator[str]:
         own = any(source.kind in ("text", "tokens") for source in self.config.data.sources.values())
-        if saved:
+        if saved and not self._foreign_tokens():
             yield f'  {python} -m trainer.generate checkpoint={path} prompt="{"The" if own else "def main("}"'
         if not own:
             yield f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   your own files"
@@ -199,7 +218,7 @@ class Run:
         """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""
         config = self.config
         text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
-        prompt = self.held_out.windows([(text, 0)]).tokens[0, : config.data.length // 4][:64].tolist()
+        prompt = self.held_out.windows([(text, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
         room = min(config.evaluate.sample, config.data.length - len(prompt))
         run_layer, self.model.run_layer = self.model.run_layer, memory.plain
         self.model.eval()

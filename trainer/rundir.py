@@ -77,18 +77,23 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
     try:
         folder = choose(config)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = (folder / "lock").open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.seek(0)
             raise ConfigError(
-                f"{folder}: another process trains in this folder; wait for it, or give this run a name="
+                f"{folder}: another process trains in this folder ({lock.read().strip() or 'nobody knows which'}); "
+                "wait for it, end it, or give this run a name="
             ) from None
         except OSError as error:
             print(
                 f"{folder}: this file system has no locks ({error.strerror}), so nobody looks for a second run here", flush=True
             )
-        _check_finished(folder, composed)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        _check_options(folder, composed)
         _say_if_again(folder, config)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
@@ -104,18 +109,19 @@ def _say_if_again(folder: Path, config: Config) -> None:
         )
 
 
-def _check_finished(folder: Path, composed: Composed) -> None:
-    """A named run that is over would do nothing; with other options that is not what was meant."""
+def _check_options(folder: Path, composed: Composed) -> None:
+    """A named run that goes on with other options says so; one that is over would do nothing, which is not what was meant."""
     config, before = composed.config, folder / "config.yaml"
-    if config.checkpoint.resume == "none" or not (folder / FINISHED).exists() or not before.exists():
+    if config.checkpoint.resume == "none" or not before.exists():
         return
-    if config.steps > json.loads((folder / FINISHED).read_text())["steps"]:
-        return  # it goes on
     old, new = (_flat(OmegaConf.to_container(OmegaConf.create(text))) for text in (before.read_text(), composed.yaml))
     keys = [key for key in sorted(old | new) if key.partition(".")[0] in IDENTITY and key not in NOT_IDENTITY]
     changed = [key for key in keys if old.get(key) != new.get(key)]
-    if changed:
-        told = ", ".join(f"{key}={new.get(key)} (was {old.get(key)})" for key in changed[:5])
+    told = ", ".join(f"{key}={new.get(key)} (was {old.get(key)})" for key in changed[:5]) + ", …" * (len(changed) > 5)
+    over = (folder / FINISHED).exists() and config.steps <= json.loads((folder / FINISHED).read_text())["steps"]
+    if changed and not over and changed != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
+        print(f"name={config.name}: goes on with other options: {told}", flush=True)
+    if changed and over:
         raise ConfigError(
             f"name={config.name}: that run is finished, and had other options: {told}; "
             "give another name, more steps, or checkpoint.resume=none"
@@ -161,21 +167,21 @@ def versions() -> dict[str, str]:
 
 def git_state(folder: Path) -> dict[str, str]:
     """The commit, and what differed from it, as a patch beside the config."""
-    commit = _git("rev-parse", "HEAD")
+    commit = _git("rev-parse", "HEAD").decode().strip()
     if not commit:
         return {}
-    changes = _git("diff", "HEAD")
+    changes = _git("diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
     if changes:
-        (folder / "changes.patch").write_text(changes + "\n")
+        (folder / "changes.patch").write_bytes(changes)
     return dict(commit=commit, changed="changes.patch" if changes else "")
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> bytes:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return b""
+    return done.stdout if done.returncode == 0 else b""
 
 
 def _numbered(name: str, number: int) -> str:

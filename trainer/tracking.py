@@ -4,6 +4,7 @@ The JSONL is the source of truth; it is cut back to the checkpoint when a run re
 imported on rank 0 alone, and only if asked for; without a network it gives up after `init_timeout` and goes on offline.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -27,8 +28,9 @@ class Tracker:
         if not active:
             return
         path = folder / "metrics.jsonl"
-        _cut(path, step)
-        self.file = path.open("a")
+        _cut(path, step, config.steps)
+        self.file = path.open("ab", buffering=0)
+        self.unwritten = b""  # where a disk was full
         if config.tracking.wandb != "disabled":
             self._start_wandb(step)
         if config.tracking.tensorboard:
@@ -40,8 +42,7 @@ class Tracker:
         if not self.active:
             return
         line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | {k: _plain(v) for k, v in values.items()}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self._write(json.dumps(line).encode() + b"\n")
         named = {f"{kind}/{key}": value for key, value in _scalars(values)}
         if self.wandb is not None:
             self.wandb.log(named, step=step)
@@ -62,11 +63,24 @@ class Tracker:
 
     def say(self, text: str) -> None:
         if self.active:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a terminal that is gone is no reason to end
+                print(text, flush=True)
+
+    def _write(self, line: bytes) -> None:
+        """A full disk is no reason to end: lines wait until there is room."""
+        told = bool(self.unwritten)
+        self.unwritten += line
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+        except OSError as error:
+            if not told:
+                self.say(f"{self.folder / 'metrics.jsonl'}: {error.strerror}; its lines wait until they can be written")
 
     def close(self, failed: bool = False) -> None:
         if not self.active:
             return
+        self._write(b"")
         self.file.close()
         if self.board is not None:
             self.board.close()
@@ -178,14 +192,15 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _cut(path: Path, step: int) -> None:
-    """Leaves out what a run wrote after the checkpoint that it now goes on from."""
+def _cut(path: Path, step: int, steps: int) -> None:
+    """Leaves out what a run wrote after the checkpoint that it now goes on from, and its last report if that comes again."""
     if not path.exists():
         return
     kept = []
     for text in path.read_text().splitlines():
         try:
-            if json.loads(text)["step"] <= step:
+            line = json.loads(text)
+            if line["step"] <= step and (line["kind"] == "train" or line["step"] < steps):
                 kept.append(text)
         except (ValueError, KeyError):
             continue  # the last line of a killed process

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(composed: compose.Composed) -> int:
-    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed, 2 for one that cannot be."""
+    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed or is not saved, 2 for one that cannot be."""
     from .loop import TooManyBadSteps, train
     from .run import Run
 
@@ -50,7 +50,7 @@ def run(composed: compose.Composed) -> int:
         sys.stderr.flush()
         os._exit(1)  # the others wait in a collective; torchrun ends them as soon as one is gone
     job.close()
-    return 0
+    return int(bool(job.unsaved))
 
 
 if __name__ == "__main__":

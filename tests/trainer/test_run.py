@@ -17,7 +17,8 @@ from launch import sweep
 from launch.__main__ import workers
 from tests.trainer import jobs, wandb_server
 from tests.trainer.test_resume import lines
-from trainer import restore
+from trainer import restore, rundir, tracking
+from trainer.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -312,8 +313,10 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("process 17 on node3")
+        lock.flush()
         assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
-    assert jobs.said.count("another process trains in this folder") == 1 and "Traceback" not in jobs.said
+    assert jobs.said.count("another process trains in this folder (process 17 on node3)") == 1 and "Traceback" not in jobs.said
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
@@ -368,3 +371,85 @@ def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> No
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     assert "the whole config" in jobs.said and "checkpoints" not in jobs.said and "trainer.generate" not in jobs.said
     assert not (tmp_path / "run" / "checkpoints").exists() and lines(tmp_path / "run", "held_out") == []
+
+
+def last_save_fails(run: Any) -> None:
+    """The disk is full when step 2 is saved."""
+    from trainer import checkpoint
+
+    original = checkpoint.save
+
+    def save(folder: Path, engine: Any, position: Any, *rest: Any) -> str:
+        return "No space left on device" if position.step == 2 else original(folder, engine, position, *rest)
+
+    checkpoint.save = save
+
+
+def test_a_run_whose_last_step_is_not_saved_is_not_finished(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"]
+    assert set(jobs.run_ranks(2, as_started_after, options, last_save_fails)) == {1}
+    assert "Step 2 is not saved: No space left on device. Make room" in jobs.said and "the weights of step 1," not in jobs.said
+    assert "checkpoints the weights of step 1." in jobs.said and not (tmp_path / "run" / "finished.json").exists()
+    assert jobs.run_ranks(2, as_started, options) == [0, 0]
+    assert "going on after step 1" in jobs.said and (tmp_path / "run" / "finished.json").exists()
+
+
+def as_started_after(options: list[str], change: Any) -> None:
+    change(None)
+    as_started(options)
+
+
+def test_a_full_disk_does_not_end_what_is_only_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tracker = tracking.Tracker(Config(), tmp_path, active=True)
+    tracker.log(1, dict(loss=1.0))
+    disk, tracker.file = tracker.file, open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    tracker.log(2, dict(loss=2.0))
+    tracker.log(3, dict(loss=3.0))
+    assert capsys.readouterr().out.count("metrics.jsonl: No space left on device; its lines wait") == 1
+    tracker.file.close()
+    tracker.file = disk
+    tracker.close()
+    assert [line["step"] for line in rundir.lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_report_that_comes_again_stands_there_once(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2"]
+    for _ in range(2):
+        assert jobs.run_ranks(1, as_started, options) == [0]
+        assert [line["step"] for line in lines(tmp_path / "run", "held_out")] == [2]
+        assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+
+
+def test_who_goes_on_with_other_options_is_told(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run"]
+    assert jobs.run_ranks(1, as_started, [*options, "steps=1"]) == [0]
+    assert jobs.run_ranks(1, as_started, [*options, "steps=2", "rope.base=500", "seed=3"]) == [0]
+    assert "name=run: goes on with other options: rope.base=500.0 (was 10000.0), seed=3 (was 0), steps=2 (was 1)" in jobs.said
+    assert jobs.run_ranks(1, as_started, [*options, "steps=3", "rope.base=500", "seed=3"]) == [0]
+    assert "other options" not in jobs.said
+
+
+def test_after_too_many_bad_steps_the_way_on_is_named(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "steps=9", "debug.bad_steps=2", "checkpoint.every=1"]
+    assert jobs.run_ranks(1, jobs.train, options, jobs.poison, [3, 4]) == [1]
+    (told,) = re.findall(r"checkpoint\.resume=(\S+) goes on from the last checkpoint", jobs.said)
+    assert jobs.run_ranks(1, as_started, [*options[:2], "optim.lr=1e-3", f"checkpoint.resume={told}"]) == [0]
+    assert f"going on after step {int(told.rpartition('-')[2])}" in jobs.said
+
+
+def test_changes_are_a_patch_that_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its lines end with, and in whatever encoding they are."""
+    repository, folder = tmp_path / "repository", tmp_path / "run"
+    repository.mkdir()
+    folder.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=me", "-c", "user.email=me@here"]
+    file = repository / "file"
+    file.write_bytes(b"one\ntwo\n\n")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    file.write_bytes(b"one\n\xe9two\n\n")
+    monkeypatch.setattr(rundir, "ROOT", repository)
+    assert rundir.git_state(folder)["changed"] == "changes.patch"
+    subprocess.run([*git, "checkout", "-q", "file"], check=True)
+    subprocess.run([*git, "apply", str(folder / "changes.patch")], check=True)
+    assert file.read_bytes() == b"one\n\xe9two\n\n"
