@@ -2,8 +2,9 @@
 
     python -m launch [--ranks=N] [--multirun] [key=value …]
 
-The config is checked here first, so a mistake costs a second and no rank. The ranks are torchrun's. Ctrl-C, SIGTERM and
-SIGUSR1 go to the ranks themselves, which save and leave; to torchrun they would mean the end of everything in 30 seconds.
+The config is checked here first, so a mistake costs a second and no rank. The ranks are torchrun's. Ctrl-C, SIGTERM,
+SIGUSR1 and SIGHUP (of a terminal that closes) go to the ranks themselves, which save and leave; to torchrun they would mean
+the end of everything in 30 seconds.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from trainer import compose, rules, rundir
+from trainer.config import Config
 
 from . import sweep
 
@@ -43,20 +45,30 @@ def main(argv: list[str] | None = None) -> int:
     del os.environ["WORLD_SIZE"]
     if (cores := os.cpu_count() or 1) < num_ranks and not rules.has_gpu():
         print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}: they will take turns", file=sys.stderr)
+    if len(jobs) == 1:
+        return start([*given, *jobs[0]], num_ranks)[0]
     same = set.intersection(*map(set, jobs))
     runs: list[tuple[str, Path]] = []
-    code, stopped = 0, False
+    codes: list[int] = []
+    alike: Counter[Path] = Counter()  # jobs that differ only in how they are split share a name, and are numbered
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
-        if len(jobs) > 1:
-            own = " ".join(text for text in job if text not in same)
-            print(f"\n[{number} of {len(jobs)}] {own}", flush=True)
-            runs.append((own, rundir.choose(config)))
+        own = " ".join(text for text in job if text not in same)
+        _say(f"\n[{number} of {len(jobs)}] {own}")
+        first = rundir.choose(config, number=1)
+        alike[first] += 1
+        folder = rundir.choose(config, number=alike[first])
+        if _finished(config, folder):
+            _say(f"{os.path.relpath(folder)} is finished, so it is not run again (checkpoint.resume=none would)")
+            runs.append((own, folder))
+            codes.append(0)
+            continue
+        runs.append((own, rundir.choose(config)))
         code, stopped = start([*given, *job], num_ranks)
-        if code or stopped:  # who stops one job does not want the next
+        codes.append(code)
+        if stopped or code == 2:  # who stops one job does not want the next, and a mistake is in all of them
             break
-    if runs:
-        print(f"\n{sweep.table(runs)}", flush=True)
-    return code
+    _say(f"\n{sweep.table(runs, codes)}")
+    return next(filter(None, codes), 0)
 
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
@@ -66,7 +78,9 @@ def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner
     heard: list[int] = []
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
+        caught.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in caught}
     told = 0
     try:
@@ -91,7 +105,7 @@ def _tell(process: subprocess.Popen[bytes], number: int, again: bool) -> None:
         return
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(rank, signal.SIGTERM if number == signal.SIGINT else number)
+            os.kill(rank, signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
 
 def workers(parent: int) -> list[int]:
@@ -106,6 +120,22 @@ def workers(parent: int) -> list[int]:
         if ppid == parent and b"trainer.train" in command:
             found.append(int(entry.name))
     return found
+
+
+def _finished(config: Config, folder: Path) -> bool:
+    """Whether this very run has ended. A folder that was given a name may hold another: that is for the ranks to say."""
+    if config.checkpoint.resume == "none" or not (folder / rundir.FINISHED).exists():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        return not config.name or rundir.identity(rundir.config_of(folder)) == rundir.identity(config)
+    return False
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:  # the terminal is gone; what the buffer still holds would be an error at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _named(jobs: list[list[str]]) -> list[list[str]]:

@@ -7,8 +7,10 @@ held out   loss    tokens/s   step
 """
 
 import contextlib
+import math
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ from trainer import rundir
 LAST = 10  # steps that a loss is the mean of: one alone is noise
 
 
-def table(runs: list[tuple[str, Path]]) -> str:
-    """A line for each (what was different, folder), the best loss first."""
-    found = [(outcome(folder), label, folder) for label, folder in runs]
-    found.sort(key=lambda run: _first(run[0]["held_out"], run[0]["loss"], float("inf")))
+def table(runs: list[tuple[str, Path]], codes: Sequence[int] = ()) -> str:
+    """A line for each (what was different, folder), the best loss first, and last the runs whose exit code is not 0."""
+    codes = codes or [0] * len(runs)
+    found = [(code, outcome(folder), label, folder) for (label, folder), code in zip(runs, codes, strict=True)]
+    found.sort(key=lambda run: (run[0] != 0, _first(run[1]["held_out"], run[1]["loss"], math.inf)))
     lines = [f"{'held out':<11}{'loss':<8}{'tokens/s':>8}{'step':>7}"]
-    for its, label, folder in found:
+    for code, its, label, folder in found:
         cells = [_number(its["held_out"], 11), _number(its["loss"], 8), _thousands(its["tokens_per_s"]), f"{its['step']:>7}"]
-        lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}")
+        failed = f"   failed: exit code {code}" if code else ""
+        lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}{failed}")
     return "\n".join([*lines, f"(loss: the mean of the last {LAST} steps; held out: of the last evaluation)"])
 
 
@@ -44,7 +48,9 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+    """NaN, which has no place in an order, counts as the worst."""
+    first = next(value for value in values if value is not None)
+    return math.inf if math.isnan(first) else first
 
 
 def _number(value: float | None, width: int) -> str:

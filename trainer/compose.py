@@ -192,6 +192,12 @@ def _set_sources(tree: Any, overrides: list[Override]) -> None:
         name, _, rest = override.key_or_group.removeprefix("data.sources.").partition(".")
         with open_dict(tree.data.sources):
             if override.is_delete():
+                if name not in tree.data.sources:
+                    names = list(tree.data.sources)
+                    raise ConfigError(
+                        f"{override.input_line}: there is no source {name}{nearest(name, names)}\n"
+                        f"  data.sources: {', '.join(names) or 'none'}"
+                    )
                 tree.data.sources.pop(name)
                 continue
             if name not in tree.data.sources:
@@ -213,6 +219,8 @@ def _check_key(override: Override, folders: list[Path]) -> None:
         options = [field.name for field in fields(Source)]
         if rest and rest not in options:
             raise ConfigError(f"{text}: a source has no option {rest}{nearest(rest, options)}")
+        if rest and override.is_delete():
+            raise ConfigError(f"{text}: options are not removed; set {key}= instead")
         return
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise ConfigError(

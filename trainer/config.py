@@ -258,6 +258,9 @@ class Config:
     hardware: Hardware = group(Hardware, "the machine to plan for")
 
 
+USUAL_TOKENS = 256  # that generation adds if it is not told how many
+
+
 @dataclass
 class Generate:
     """`python -m trainer.generate checkpoint=… prompt=…`"""
@@ -265,7 +268,7 @@ class Generate:
     checkpoint: str = option("", "a checkpoint's folder, or a run's: then its newest")
     prompt: str = option("", "the text to go on with")
     prompt_file: str = option("", "or a file that holds it, - for standard input; then only what is added is printed")
-    tokens: int = option(256, "how many to add", least=1)
+    tokens: int = option(0, f"how many to add; 0: {USUAL_TOKENS}, or what learned positions have room for", least=0)
     temperature: float = option(0.8, "0 always takes the likeliest", least=0)
     top_k: int = option(0, "draw from the k likeliest tokens; 0: from all", least=0)
     top_p: float = option(1.0, "draw from the fewest tokens that together are so likely; 1: from all", above=0)

@@ -11,6 +11,7 @@ forwards as the others and takes part in one reduction at the end; the numbers a
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,3 +189,17 @@ def _span(lo: int, hi: int) -> str:
 
 def _short(num: int) -> str:
     return f"{num}" if num < 10_000 else f"{num / 1000:.0f}k" if num < 10_000_000 else f"{num / 1e6:.0f}M"
+
+
+def main() -> None:
+    """There is no such command: only a run has the ring and the held-out data."""
+    print(
+        "python -m trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To see it again, give "
+        "the command of a run that has a name once more: python -m launch name=… reports, and trains no further.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

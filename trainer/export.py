@@ -27,12 +27,15 @@ def main(argv: list[str] | None = None) -> None:
             return restored.weight(name).to(dtype)
 
         readers = {name: partial(read, name) for name in restored.reader.names}
-        end = restored.tokenizer().end
+        end = restored.tokenizer().end if restored.has_tokenizer else None
         weights.export(Path(given.to), readers, restored.model, restored.rope, restored.length, end)
         if restored.tokenizer_options.kind == "hf":
             shutil.copy(file_of(restored.tokenizer_options), Path(given.to) / "tokenizer.json")
     except ValueError as error:
         compose.fail("python -m trainer.export", error)
+    except OSError as error:
+        problem = ValueError(f"to={given.to!r} cannot be written: {error.strerror or error}; give another folder")
+        compose.fail("python -m trainer.export", problem)
     print(f"{restored.folder} is now in {given.to}: AutoModelForCausalLM.from_pretrained({given.to!r}) loads it")
 
 

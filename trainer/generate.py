@@ -19,7 +19,7 @@ import kernels
 from kernels import Mask
 
 from . import compose, restore
-from .config import Generate
+from .config import USUAL_TOKENS, Generate, Model
 from .model import GPT
 
 
@@ -101,11 +101,23 @@ def check(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float
             f"tokens={num_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: top_p must be in (0, 1], "
             "the others at least 0"
         )
+    if (most := max(prompt)) >= model.config.vocabulary:
+        raise ValueError(
+            f"prompt: its tokenizer gives the id {most}, and model.vocabulary={model.config.vocabulary} has none such; "
+            "give another prompt, or train with a larger vocabulary"
+        )
     room = model.config.max_positions
     if model.config.positions == "learned" and len(prompt) + num_tokens > room:
         raise ValueError(
-            f"tokens={num_tokens} behind a prompt of {len(prompt)}: this model has learned {room} positions; ask for fewer"
+            f"tokens={num_tokens} behind a prompt of {len(prompt)}: this model has learned {room} positions; "
+            "ask for fewer, or give a shorter prompt"
         )
+
+
+def fitting(model: Model, num_prompt: int) -> int:
+    """How many tokens to add if nobody said. At least one is tried, and refused by name where there is no room."""
+    room = model.max_positions - num_prompt if model.positions == "learned" else USUAL_TOKENS
+    return max(1, min(USUAL_TOKENS, room))
 
 
 def read(given: Generate) -> bytes:
@@ -124,6 +136,11 @@ def main(argv: list[str] | None = None) -> None:
     given = compose.parse_flat(Generate, "python -m trainer.generate", __doc__, argv)
     try:
         restored = restore.Restored(given.checkpoint)
+        if not restored.has_tokenizer:
+            raise ValueError(
+                f"checkpoint={given.checkpoint!r} was trained on tokens that tokenizer=bytes did not make, so it cannot read a "
+                "prompt; train with the tokenizer that made the shards: tokenizer.kind=hf tokenizer.path=…"
+            )
         letters = restored.tokenizer()
         if given.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: torch finds no GPU; take auto or cpu")
@@ -132,7 +149,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         prompt = next(iter(letters.encode([read(given)]))).tolist()
-        if len(prompt) + given.tokens > restored.length:
+        seen = prompt or [letters.end]
+        num_tokens = given.tokens or fitting(restored.model, len(seen))
+        if len(seen) + num_tokens > restored.length:
             print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)
         shown, ids = letters.decode(prompt) if given.prompt_file else given.prompt, list(prompt)
         print(given.prompt, end="", flush=True)
@@ -148,8 +167,8 @@ def main(argv: list[str] | None = None) -> None:
 
         generate(
             model,
-            prompt or [letters.end],
-            given.tokens,
+            seen,
+            num_tokens,
             given.temperature,
             given.top_k,
             given.top_p,

@@ -30,11 +30,13 @@ TOY = [
     "model.head_dim=16", "data.length=150", "data.batch=12", "steps=1", "schedule=constant", "schedule.warmup=0",
     "optim.clip=0", "debug.watchdog=0", "parallel.device=cpu", "parallel.timeout=120", "checkpoint.resume=none",
 ]  # fmt: skip
+HEADS, BATCH = (int(dict(text.split("=") for text in TOY)[key]) for key in ("model.heads", "data.batch"))
+AT_ONCE = BATCH // 3  # sequences of all ranks in a micro-batch: accumulation 3
 
 
 @dataclass
 class Parity:
-    ranks: list[int] = option([1, 2, 4], "numbers of ranks")
+    ranks: list[int] = option([1, 2, 4], "numbers of ranks", least=1)
     zero: list[int] = option([0, 1, 2, 3], "ZeRO stages")
     steps: int = option(1, "steps; after the first, only losses are compared", least=1)
     save: str = option("", "a JSON file for the results")
@@ -50,18 +52,32 @@ class Split:
     @property
     def options(self) -> list[str]:
         mesh = [f"parallel.{name}={getattr(self, name)}" for name in ("ring", "ulysses", "data")]
-        return [*mesh, f"engine.zero={self.zero}", f"data.micro_batch={4 // self.data}"]  # of 12 sequences: accumulation 3
+        return [*mesh, f"engine.zero={self.zero}", f"data.micro_batch={AT_ONCE // self.data}"]
 
     def __str__(self) -> str:
         return f"ring {self.ring} × ulysses {self.ulysses} × data {self.data}, ZeRO {self.zero}"
 
 
 def splits(num_ranks: int, stages: list[int]) -> Iterator[Split]:
-    """Every way to share so many ranks out."""
+    """Every way to share so many ranks out that the toy has enough for; a ring may have any number."""
+    for ring, ulysses, data in meshes(num_ranks):
+        if not too_small(ulysses, data):
+            yield from (Split(ring, ulysses, data, zero) for zero in stages)
+
+
+def meshes(num_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """ring, ulysses and data, in every way."""
     for ring in range(1, num_ranks + 1):
         for ulysses in range(1, num_ranks // ring + 1):
             if num_ranks % (ring * ulysses) == 0:
-                yield from (Split(ring, ulysses, num_ranks // (ring * ulysses), zero) for zero in stages)
+                yield ring, ulysses, num_ranks // (ring * ulysses)
+
+
+def too_small(ulysses: int, data: int) -> str:
+    """What of the toy these ranks cannot share."""
+    if HEADS % ulysses:
+        return f"the toy's {HEADS} heads are no multiple of ulysses {ulysses}"
+    return f"the toy's {AT_ONCE} sequences at a time are no multiple of data {data}" if AT_ONCE % data else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     reference = Split(1, 1, 1, 0)
     for num_ranks in sorted({1, *given.ranks}):
         wanted = list(splits(num_ranks, given.zero)) if num_ranks in given.ranks else []
+        for ring, ulysses, data in meshes(num_ranks):
+            if why := too_small(ulysses, data):
+                print(f"left out: ring {ring} × ulysses {ulysses} × data {data}, as {why}", flush=True)
         if num_ranks == 1 and reference not in wanted:
             wanted.insert(0, reference)
         found |= measure(num_ranks, wanted, given.steps)

@@ -1,5 +1,6 @@
 """A model out of a checkpoint, in one process and without an engine: for generation and for export."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,12 +21,14 @@ class Restored:
 
     def __init__(self, path: str) -> None:
         self.folder = find(path)
-        self.reader = Reader(self.folder)
+        self.reader = read(self.folder)
         described = self.reader.state["model"]
         self.model = config.Model(**described["model"])
         self.rope = config.Rope(**described["rope"])
         self.length: int = described["length"]
         self.tokenizer_options = config.Tokenizer(**described["tokenizer"])
+        # Bytes, the default, made no shards: what did, the run was not told. Older checkpoints do not say `tokens`.
+        self.has_tokenizer = not (described.get("tokens", False) and self.tokenizer_options.kind == "bytes")
 
     def tokenizer(self) -> tokenizer.Tokenizer:
         return tokenizer.load(self.tokenizer_options)
@@ -46,16 +49,39 @@ class Restored:
         return model.eval()
 
 
+def read(folder: Path) -> Reader:
+    """The folder's reader; of a damaged one the error says which checkpoint is the one before."""
+    try:
+        return Reader(folder)
+    except (OSError, ValueError) as error:
+        state = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)  # of weights, File names its file itself
+        problem = f"checkpoint={str(folder)!r} is damaged: {'state.json: ' * state}{error}"
+    for older in reversed([step for step in steps(folder.parent) if _number(step) < _number(folder)]):
+        try:
+            Reader(older)
+        except (OSError, ValueError):
+            continue
+        raise ValueError(f"{problem}; checkpoint={older} is the one before")
+    raise ValueError(f"{problem}; there is none before it")
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that were written to the end, in their order."""
+    found = [step for step in folder.glob("step-*") if _number(step) >= 0 and (step / "manifest.json").is_file()]
+    return sorted(found, key=_number)
+
+
+def _number(step: Path) -> int:
+    match = re.fullmatch(r"step-(\d+)", step.name)
+    return int(match[1]) if match else -1
+
+
 def find(path: str) -> Path:
     """A checkpoint's folder, given itself, the folder of all, or the run's."""
     given = Path(path).expanduser()
     if path and (given / "state.json").is_file():
         return given
     for folder in (given / "checkpoints", given) if path else ():
-        steps = sorted(
-            (int(match[1]), step) for step in folder.glob("step-*") if (match := re.fullmatch(r"step-(\d+)", step.name))
-        )
-        whole = [step for _, step in steps if (step / "manifest.json").is_file()]
-        if whole:
+        if whole := steps(folder):
             return whole[-1]
     raise ValueError(f"checkpoint={path!r} is no checkpoint and has none: give a run's folder, or one of its step-… folders")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, Hardware, Model, Rope
-from .tokenizer import file_of
+from .tokenizer import Bytes, file_of, only_shards
+
+BLOCK = 1000  # samples in which each source's share is exact
 
 
 def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
@@ -122,6 +124,11 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.sources: there is none; choose data=mix, stdlib, recall, passkey, text or tokens"
     elif not sum(source.weight for source in data.sources.values()):
         yield "data.sources: every weight is 0, so there is nothing to learn from"
+    else:
+        try:
+            shares({name: source.weight for name, source in data.sources.items()})
+        except ValueError as error:
+            yield str(error)
     for name, source in data.sources.items():
         if source.kind in ("stdlib", "recall", "passkey") and source.paths:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
@@ -131,12 +138,26 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
     if tokenizer.kind == "bytes" and tokenizer.path:
         yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
-    if (
-        tokenizer.kind == "bytes"
-        and 0 < config.model.vocabulary < 257
-        and not any(s.kind == "tokens" for s in data.sources.values())
-    ):
-        yield f"model.vocabulary={config.model.vocabulary}: bytes need 257, as one ends documents; 0 takes these"
+    if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < Bytes.size and not only_shards(data):
+        yield f"model.vocabulary={config.model.vocabulary}: bytes need {Bytes.size}, as one ends documents; give at least these"
+
+
+def shares(weights: dict[str, float]) -> list[int]:
+    """How many of a block's samples each source has: in proportion to the weights, by largest remainder."""
+    total = sum(weights.values())
+    if not total > 0 or min(weights.values()) < 0:
+        raise ValueError(f"data.sources have the weights {weights}: they must be at least 0, and one above 0")
+    exact = [BLOCK * weight / total for weight in weights.values()]
+    counts = [int(x) for x in exact]
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: BLOCK - sum(counts)]:
+        counts[i] += 1
+    for (name, weight), count in zip(weights.items(), counts, strict=True):
+        if weight > 0 and count == 0:
+            raise ValueError(
+                f"data.sources.{name}.weight={weight:g}: less than 1 in {BLOCK} of all weights is never drawn; "
+                f"give more, or leave it out: ~data.sources.{name}"
+            )
+    return counts
 
 
 def _files(config: Config) -> Iterator[str]:

@@ -203,8 +203,7 @@ class Run:
 
     def _foreign_tokens(self) -> bool:
         """Whether all it read were ids that no tokenizer here has made: it can neither be asked nor read."""
-        foreign = all(source.kind == "tokens" for source in self.config.data.sources.values())
-        return foreign and self.config.tokenizer.kind == "bytes"
+        return tokenizer.only_shards(self.config.data) and self.config.tokenizer.kind == "bytes"
 
     def _next(self, path: str, python: str, saved: bool) -> Iterator[str]:
         own = any(source.kind in ("text", "tokens") for source in self.config.data.sources.values())

@@ -6,6 +6,7 @@ for; in a long first compile the flag waits for the step's end. Another signal, 
 once; sooner it is an echo, for a scheduler and torchrun may both pass it on. Of Ctrl-C a second is enough: a person asks.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -44,6 +45,5 @@ class Signals:
             return
         self.received, self._at = name, time.monotonic()
         if int(os.environ.get("RANK", 0)) == 0:
-            os.write(
-                sys.stderr.fileno(), f"\n{name}: saving after this step, then stopping\n".encode()
-            )  # print is not reentrant
+            with contextlib.suppress(OSError):  # a terminal that is gone; and print is not reentrant
+                os.write(sys.stderr.fileno(), f"\n{name}: saving after this step, then stopping\n".encode())

@@ -137,11 +137,17 @@ def vocabulary(given: int, tokenizer: Tokenizer) -> int:
     return given or -(-tokenizer.size // 64) * 64
 
 
+def only_shards(data: config.Data) -> bool:
+    """Whether all ids were made elsewhere, so that a run needs the tokenizer for nothing."""
+    return {source.kind for source in data.sources.values()} == {"tokens"}
+
+
 def resolved(options: config.Config, tokenizer: Tokenizer | None) -> config.Model:
     """The model's options, with what the tokenizer and the data decide filled in."""
     model = options.model
     rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
-    size = vocabulary(model.vocabulary, tokenizer) if tokenizer else model.vocabulary
+    known = model.vocabulary and only_shards(options.data)
+    size = vocabulary(model.vocabulary, tokenizer) if tokenizer and not known else model.vocabulary
     return replace(model, vocabulary=size, max_positions=rows)
 
 

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(composed: compose.Composed) -> int:
-    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed or is not saved, 2 for one that cannot be."""
+    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed or is not saved, 2 for what cannot be."""
     from .loop import TooManyBadSteps, train
     from .run import Run
 

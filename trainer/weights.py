@@ -231,6 +231,7 @@ def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any])
 def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None, dtype: torch.dtype) -> str:
     """A config.json for the family that this model belongs to, which is returned."""
     family = family_of(model, rope)
+    # An eos_token_id that is null is none; left out, a Llama's would be 2.
     common = dict(model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end)
     common["torch_dtype"] = str(dtype).removeprefix("torch.")  # what it is loaded as
     if family == "gpt2":

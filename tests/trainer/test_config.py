@@ -1,6 +1,10 @@
 """What a command line can mean, and sixty ways in which it cannot: one screen, exit code 2, no traceback, no torch."""
 
+import contextlib
+import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch import __main__ as launch
-from trainer import compose, rules
+from launch import sweep
+from trainer import compose, rules, rundir
 from trainer.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +100,8 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["data=tokens", "data.sources.tokens.paths=[README.md]"], 1, ["model.vocabulary"]),
     (["data.sources.stdlib.weight=0", "data.sources.recall.weight=0"], 1, ["every weight is 0"]),
     (["~data.sources.stdlib", "~data.sources.recall"], 1, ["data.sources"]),
+    (["~data.sources.recall.weight"], 1, ["options are not removed; set data.sources.recall.weight= instead"]),
+    (["~data.sources.recal"], 1, ["no source recal; did you mean recall?", "data.sources: stdlib, recall"]),
     (["tokenizer=hf"], 1, ["tokenizer"]),
     (["tokenizer.path=x.json"], 1, ["bytes need no file"]),
     (["init_from=/nowhere"], 1, ["init_from=/nowhere"]),
@@ -241,3 +248,131 @@ def test_a_sweep_is_every_combination() -> None:
         ["seed=2", "model=tiny", "optim.lr=0.1"],
         ["seed=2", "model=tiny", "optim.lr=0.2"],
     ]
+
+
+SHARDS = ["data=tokens", "data.sources.tokens.paths=[README.md]", "model.vocabulary=64"]
+
+
+def test_shards_alone_need_not_have_the_tokenizers_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert compose.load(SHARDS, world_size=1).config.model.vocabulary == 64
+    for others in (["data.sources.recall.kind=recall"], ["data=stdlib"]):
+        with pytest.raises(compose.ConfigError, match=r"model\.vocabulary=64: bytes need 257"):
+            compose.load([*SHARDS, *others], world_size=1)
+
+
+def test_a_source_that_would_never_be_drawn_is_found_before_the_start() -> None:
+    with pytest.raises(compose.ConfigError, match=r"data\.sources\.recall\.weight=0\.0005: less than 1 in 1000 .* give more"):
+        compose.load(["data.sources.recall.weight=0.0005"], world_size=1)
+
+
+class Jobs:
+    """Plays the ranks of a sweep's jobs: each ends with its code, the finished ones with a report in their folder."""
+
+    def __init__(self, *codes: int, stop_after: int = 0) -> None:
+        self.codes, self.stop_after = list(codes), stop_after
+        self.ran: list[str] = []
+        self.folders: list[str] = []
+
+    def __call__(self, arguments: list[str], num_ranks: int) -> tuple[int, bool]:
+        code = self.codes[len(self.ran)] if self.codes else 0
+        composed = compose.load(arguments, world_size=num_ranks)
+        folder = rundir.choose(composed.config)
+        self.ran.append(arguments[-1])
+        self.folders.append(folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(composed.yaml)
+        metrics = dict(kind="train", step=1, loss=float("nan") if code else 2.0 + len(self.ran), tokens_per_s=1000.0)
+        (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+        stopped = len(self.ran) == self.stop_after
+        if not code and not stopped:
+            rundir.finish(folder, dict(steps=composed.config.steps))
+        return code, stopped
+
+
+def test_a_sweep_goes_on_after_a_job_that_failed_and_marks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["--ranks=1", "--multirun", f"runs={tmp_path}", "seed=1,2,3"]
+    for jobs, code, ran in ((Jobs(3, 1, 0), 3, 3), (Jobs(0, 2, 0), 2, 2), (Jobs(stop_after=1), 0, 1)):
+        monkeypatch.setattr(launch, "start", jobs)
+        assert launch.main([*command, f"name={ran}"]) == code
+        assert len(jobs.ran) == ran
+    rows = capsys.readouterr().out.split("[3 of 3]")[1].splitlines()[3:6]
+    assert [row.split("seed=")[1][0] for row in rows] == ["3", "1", "2"], "losses first, then NaN"
+    assert [row.rpartition("   ")[2] for row in rows[1:]] == ["failed: exit code 3", "failed: exit code 1"]
+    assert "failed" not in rows[0]
+
+
+def test_a_sweep_that_is_given_again_runs_what_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(*options: str, stop_after: int = 0) -> Jobs:
+        monkeypatch.setattr(launch, "start", jobs := Jobs(stop_after=stop_after))
+        assert launch.main(["--ranks=1", "--multirun", f"runs={tmp_path}", *options]) == 0
+        return jobs
+
+    for name in ([], ["name=run"]):
+        assert again(*name, "seed=1,2", stop_after=2).ran == ["seed=1", "seed=2"]
+        capsys.readouterr()
+        assert again(*name, "seed=1,2").ran == ["seed=2"]
+        shown = capsys.readouterr().out
+        assert shown.count("is finished, so it is not run again") == 1
+        assert sorted(text.split("seed=")[1][0] for text in shown.splitlines()[-3:-1]) == ["1", "2"]
+    assert again("name=run", "steps=7", "seed=1,2").ran == ["seed=1", "seed=2"], "that was another run"
+    first, second = again("seed=9", "engine.zero=0,1").folders
+    assert second == f"{first}-2", "the first one's end is not the second's"
+    assert again("seed=9", "engine.zero=0,1").ran == []
+    assert all(name.endswith("-2") for name in again("checkpoint.resume=none", "seed=1,2").folders)
+
+
+def test_nan_has_its_place_in_a_table(tmp_path: Path) -> None:
+    for name, loss in (("a", 3.0), ("b", float("nan")), ("c", 2.0)):
+        (tmp_path / name).mkdir()
+        line = dict(kind="train", step=1, loss=loss, tokens_per_s=1.0)
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    table = sweep.table([(name, tmp_path / name) for name in "abc"]).splitlines()
+    assert [line.split()[4] for line in table[1:-1]] == ["c", "a", "b"]
+
+
+RANK = """
+import pathlib, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+print("ready", flush=True)
+while not heard:
+    time.sleep(0.01)
+pathlib.Path(sys.argv[1]).write_text("saved")
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_lets_the_ranks_save(tmp_path: Path, ignored: bool) -> None:
+    """torchrun and its rank are played by scripts. Under nohup nobody hears of it."""
+    saved, torchrun = tmp_path / "saved", tmp_path / "torchrun"
+    rank = [sys.executable, "-c", RANK, str(saved), "trainer.train"]
+    torchrun.write_text(f"#!{sys.executable}\nimport subprocess\nraise SystemExit(subprocess.call({rank}))\n")
+    torchrun.chmod(0o755)
+    code = f"""if True:
+        import signal, sys
+        from launch import __main__ as launch
+        sys.executable = {str(torchrun)!r}
+        signal.signal(signal.SIGHUP, signal.{"SIG_IGN" if ignored else "SIG_DFL"})
+        raise SystemExit(launch.main(["--ranks=1", "--multirun", "runs={tmp_path}", "seed=1,2"]))"""
+    master, terminal = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=terminal, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    os.close(terminal)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(master, 1000)
+    os.close(master)
+    launcher.send_signal(signal.SIGHUP)
+    if ignored:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(0.5)
+        assert launcher.poll() is None and not saved.exists()
+        launcher.send_signal(signal.SIGTERM)
+    _, told = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0 and saved.read_text() == "saved" and "Error" not in told, told

@@ -351,3 +351,20 @@ def test_no_sources_and_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"data.cache=.*no folder that can be written to"):
         Dataset(Data(sources={"s": Source()}, cache=str(tmp_path / "file" / "below")), BYTES, seed=0)
+
+
+def test_what_a_killed_tokenization_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    """In a container the next process may have the same number."""
+    key = ["a", 1]
+
+    def make(folder: Path) -> None:
+        (folder / "made").write_text("whole")
+
+    name = corpus._cached(str(tmp_path), key, make).name
+    (tmp_path / name / "made").unlink()
+    (tmp_path / name).rmdir()
+    for number in (os.getpid(), 7):
+        (tmp_path / f"{name}.{number}").mkdir()
+        (tmp_path / f"{name}.{number}" / "part").write_text("cut")
+    assert (corpus._cached(str(tmp_path), key, make) / "made").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]

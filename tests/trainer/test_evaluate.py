@@ -1,5 +1,6 @@
 """Evaluation: the numbers are those of a plain count over whole windows, on any split into ranks."""
 
+import runpy
 from functools import partial
 from pathlib import Path
 
@@ -159,3 +160,11 @@ def test_bars_and_tables_are_plain_text(config: Config, held_out: Dataset) -> No
 def test_bins_of_positions_cover_all_and_grow(length: int) -> None:
     edges = position_edges(length, 16)
     assert edges[0] == 0 and edges[-1] < length and len(edges) <= 16 and (np.diff(edges) > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_as_a_command_it_says_how_to_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("trainer.evaluate", run_name="__main__")
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and not captured.out and "python -m launch name=" in captured.err

@@ -3,15 +3,16 @@
 import dataclasses
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from trainer import restore, safetensors, weights
-from trainer.config import Model, Rope, Tokenizer
+from trainer.config import USUAL_TOKENS, Model, Rope, Tokenizer
 from trainer.export import main as export_main
-from trainer.generate import draw, generate, main
+from trainer.generate import draw, fitting, generate, main
 from trainer.model import GPT
 from trainer.tokenizer import Bytes
 
@@ -77,6 +78,7 @@ def test_draws_follow_top_k_top_p_and_temperature() -> None:
         (dict(temperature=-1.0), "temperature=-1"),
         (dict(top_p=0.0), "top_p=0"),
         (dict(num_tokens=60), "this model has learned 64 positions"),
+        (dict(prompt=[5, 400]), "the id 400, and model.vocabulary=320"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
@@ -85,15 +87,15 @@ def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
         generate(**(dict(model=model, prompt=PROMPT, num_tokens=4) | options))
 
 
-def save(folder: Path, model: GPT, options: Tokenizer | None = None) -> Path:
+def save(folder: Path, model: GPT, options: Tokenizer | None = None, step: int = 12, **more: bool) -> Path:
     """A run's folder as the trainer writes it, with what generation reads of it."""
-    step = folder / "checkpoints" / "step-00000012"
-    step.mkdir(parents=True)
-    safetensors.write(step / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    safetensors.write(path / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
     described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(options or Tokenizer()), length=128)
-    (step / "state.json").write_text(json.dumps(dict(model=described)))
-    (step / "manifest.json").write_text("{}")
-    return step
+    (path / "state.json").write_text(json.dumps(dict(model=described | more)))
+    (path / "manifest.json").write_text("{}")
+    return path
 
 
 @pytest.mark.parametrize("changes", [dict(tied=True), dict(tied=False), GPT2])
@@ -171,3 +173,67 @@ def test_an_export_takes_the_tokenizer_along(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(restore.Restored, "tokenizer", lambda self: Bytes())  # the library that reads it need not be here
     export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "its rules"
+
+
+def refused(command: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says that stops with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        command(arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_shards_without_their_tokenizer_have_no_text_and_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, tokens, end in (("shards", True, None), ("text", False, 256)):
+        save(tmp_path / name, GPT(SHAPE), tokens=tokens)
+        export_main([f"checkpoint={tmp_path / name}", f"to={tmp_path / name / 'hf'}"])
+        written = json.loads((tmp_path / name / "hf" / "config.json").read_text())
+        assert written["eos_token_id"] == end  # null and not left out, which would be the family's own
+    said = refused(main, [f"checkpoint={tmp_path / 'shards'}", "prompt=a", "device=cpu"], capsys)
+    assert "tokenizer.kind=hf tokenizer.path=" in said
+    main([f"checkpoint={tmp_path / 'text'}", "prompt=a", "tokens=1", "device=cpu"])
+
+
+def test_without_a_number_learned_positions_say_how_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT(dataclasses.replace(SHAPE, **GPT2))
+    save(tmp_path, model)
+    assert [fitting(model.config, num) for num in (5, 63, 64)] == [59, 1, 1] and fitting(SHAPE, 5000) == USUAL_TOKENS
+    arguments = [f"checkpoint={tmp_path}", "prompt=def f", "temperature=0", "device=cpu", "ignore_end=true"]
+    main([*arguments, "tokens=59"])
+    whole = capsys.readouterr().out
+    main(arguments)
+    assert capsys.readouterr().out == whole
+    assert "tokens=60 behind a prompt of 5" in refused(main, [*arguments, "tokens=60"], capsys)
+    long = [arguments[0], f"prompt={'a' * 64}", *arguments[2:]]
+    assert "this model has learned 64 positions; ask for fewer, or give a shorter prompt" in refused(main, long, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("state.json", "is damaged: state.json: "), ("weights.safetensors", "is cut short")]
+)
+def test_a_damaged_checkpoint_names_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    def cut(step: Path) -> None:
+        data = (step / name).read_bytes()
+        (step / name).write_bytes(data[: len(data) // 2])
+
+    model = GPT(SHAPE)
+    first, second, third = (save(tmp_path, model, step=step) for step in (8, 9, 10))
+    (tmp_path / "checkpoints" / "step-00000007.bad").mkdir()
+    cut(third)
+    arguments = [f"checkpoint={tmp_path}", "prompt=a", "device=cpu"]
+    said = refused(main, arguments, capsys)
+    assert str(third) in said and says in said and f"checkpoint={second} is the one before" in said
+    cut(second)
+    assert f"checkpoint={first} is the one before" in refused(main, arguments, capsys)
+    cut(first)
+    assert "there is none before it" in refused(main, [f"checkpoint={first}", *arguments[1:]], capsys)
+
+
+def test_an_export_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, GPT(SHAPE))
+    (tmp_path / "file").write_text("in the way")
+    for to in (tmp_path / "file", tmp_path / "file" / "hf"):
+        said = refused(export_main, [f"checkpoint={tmp_path}", f"to={to}"], capsys)
+        assert f"to={str(to)!r} cannot be written" in said and "give another folder" in said

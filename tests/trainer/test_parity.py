@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.trainer import jobs
-from trainer import parity
+from trainer import compose, parity
 from trainer.parity import Split
 
 REFERENCE = Split(1, 1, 1, 0)
@@ -40,6 +40,32 @@ def test_one_step_is_the_same_under_every_split(alone: dict, ranks: int) -> None
     for split, result in measure(ranks, wanted).items():
         row = parity.compare(result, alone)
         assert row["loss"] < 1e-5 and row["gradients"] < 1e-5, f"{split}: {row}"
+
+
+@pytest.mark.parametrize(("ranks", "kept"), [(3, {(3, 1, 1)}), (6, {(6, 1, 1), (3, 2, 1), (3, 1, 2)}), (5, {(5, 1, 1)})])
+def test_splits_that_the_toy_is_too_small_for_are_left_out(
+    ranks: int, kept: set[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[int, list[Split]] = {}
+
+    def measured(num_ranks: int, wanted: list[Split], steps: int) -> dict[Split, Any]:
+        asked[num_ranks] = wanted
+        return {split: dict(losses=[1.0], gradients=dict(w=[1.0])) for split in wanted}
+
+    monkeypatch.setattr(parity, "measure", measured)
+    assert parity.main([f"ranks=[{ranks}]", "zero=[0]"]) == 0
+    told = capsys.readouterr().out
+    assert {(split.ring, split.ulysses, split.data) for split in asked[ranks]} == kept
+    for split in asked[ranks]:
+        compose.load([*parity.TOY, *split.options], world_size=ranks)  # the rules allow it
+    assert f"left out: ring 1 × ulysses {ranks} × data 1, as the toy's 4 heads are no multiple of ulysses {ranks}" in told
+    assert f"left out: ring 1 × ulysses 1 × data {ranks}, as the toy's 4 sequences at a time are no multiple" in told
+
+
+def test_no_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parity.main(["ranks=[0,2]"])
+    assert stop.value.code == 2 and "ranks=[0, 2]: it must be at least 1" in capsys.readouterr().err
 
 
 def test_a_gradient_that_is_off_is_seen(alone: dict) -> None:

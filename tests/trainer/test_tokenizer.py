@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer import tokenizer
-from trainer.config import Tokenizer
+from trainer.config import Config, Data, Model, Source, Tokenizer
 
 TEXTS = ["def main():\n    pass\n", "naïve café — 東京 🙂", "a  b\t\n"]
 
@@ -114,3 +114,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("no such thing\n")
     with pytest.raises(ValueError, match=r"tokenizer.path=.* is no "):
         tokenizer.load(Tokenizer(kind=kind, path=str(tmp_path / "file")))
+
+
+def test_shards_alone_may_have_fewer_ids_than_the_tokenizer() -> None:
+    def size(given: int, *kinds: str) -> int:
+        sources = {kind: Source(kind=kind) for kind in kinds}
+        options = Config(model=Model(vocabulary=given), data=Data(sources=sources))
+        return tokenizer.resolved(options, tokenizer.load(Tokenizer())).vocabulary
+
+    assert size(64, "tokens") == 64 and size(0, "tokens") == 320
+    for kinds in (("tokens", "recall"), ("text",), ()):
+        with pytest.raises(ValueError, match=r"model.vocabulary=64: the tokenizer has 257"):
+            size(64, *kinds)
