@@ -69,10 +69,10 @@ WARP_MEETS, BEGINS = "\tbar.warp.sync \t-1;", "\tbarrier.sync \t1;"
 
 @pytest.mark.parametrize("ahead", [(READS, ARRIVES), (WRITES, SENDS), (LEAVES, SENDS), (WAITS, WRITES), (WAITS, LEAVES)])
 def test_a_thread_that_goes_ahead_of_its_party_is_found(ahead: tuple[str, str]) -> None:
-    first, second = ahead if ahead[1] != LEAVES else (ahead[0], f"{LEAVES}\n{MEETS}\n{SENDS}")
-    assert goes_ahead("\n".join([MEETS, first, "\tmov.u32 %r1, 0;", second, MEETS]))
-    assert not goes_ahead("\n".join([MEETS, first, MEETS, second, MEETS]))
-    assert goes_ahead("\n".join([MEETS, first, WARP_MEETS, second, MEETS]))
+    first, second = ahead
+    assert goes_ahead("\n".join([MEETS, first, "\tmov.u32 %r1, 0;", second, MEETS, SENDS]))
+    assert not goes_ahead("\n".join([MEETS, first, MEETS, second, MEETS, SENDS]))
+    assert goes_ahead("\n".join([MEETS, first, WARP_MEETS, second, MEETS, SENDS]))
     assert "no arrival" in goes_ahead("setmaxnreg.dec.sync.aligned.u32 24;") and "no copy" in goes_ahead(f"{MEETS}\n{WAITS}")
     assert not goes_ahead("\n".join([BEGINS, WRITES, WARP_MEETS, ARRIVES, BEGINS]))  # a party of one warp
 

@@ -61,9 +61,12 @@ def test_the_line() -> None:
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(dict(step=step)) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
-    tracking._cut(path, 3)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    lines = [dict(kind=kind, step=step) for step in range(1, 6) for kind in ("train", "held_out")]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "lo'
+    for steps, kept in ((9, lines[:6]), (3, lines[:5])):  # the second time with its last report still to come
+        path.write_text(text)
+        tracking._cut(path, 3, steps)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == kept
 
 
 def test_safetensors_come_back_and_say_what_is_wrong(tmp_path: Path) -> None:
