@@ -39,16 +39,17 @@ def outcome(folder: Path) -> dict[str, Any]:
         for line in rundir.lines(folder / "metrics.jsonl"):
             found.setdefault(line["kind"], []).append(line)
     steps, held_out = found["train"], found["held_out"]
+    losses = [line["loss"] for line in steps[-LAST:]]  # null where it was not finite: JSON has no NaN
     return {
         "step": steps[-1]["step"] if steps else 0,
-        "loss": statistics.fmean(line["loss"] for line in steps[-LAST:]) if steps else None,
+        "loss": statistics.fmean(losses) if losses and None not in losses else None,
         "held_out": held_out[-1]["loss"] if held_out else None,
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in steps) if steps else None,
     }
 
 
 def _first(*values: float | None) -> float:
-    """NaN, which has no place in an order, counts as the worst."""
+    """NaN, which older files hold and which has no place in an order, counts as the worst."""
     first = next(value for value in values if value is not None)
     return math.inf if math.isnan(first) else first
 

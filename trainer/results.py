@@ -62,7 +62,7 @@ def read(folder: Path) -> Recorded:
         raise ValueError(f"{folder}: there is no {', '.join(missing)}: give the folder of a run, such as runs/NAME")
     starts = list(rundir.lines(folder / "starts.jsonl"))
     steps = [line for line in rundir.lines(folder / "metrics.jsonl") if line["kind"] == "train"]
-    if wild := [step["step"] for step in steps if not math.isfinite(step["loss"])]:
+    if wild := [step["step"] for step in steps if step["loss"] is None or not math.isfinite(step["loss"])]:
         raise ValueError(f"{folder}: the loss of step {wild[0]} is not finite, and there is no curve to tell of: run it anew")
     for start in reversed(starts):  # a run that was over and is started again adds a start, and no step
         began = datetime.fromisoformat(start["time"]).timestamp()

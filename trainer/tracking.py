@@ -6,6 +6,7 @@ imported on rank 0 alone, and only if asked for; without a network it gives up a
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -42,7 +43,7 @@ class Tracker:
         if not self.active:
             return
         line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | {k: _plain(v) for k, v in values.items()}
-        self._write(json.dumps(line).encode() + b"\n")
+        self._write(json.dumps(line, allow_nan=False).encode() + b"\n")
         named = {f"{kind}/{key}": value for key, value in _scalars(values)}
         if self.wandb is not None:
             self.wandb.log(named, step=step)
@@ -186,7 +187,7 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.9g}")
+        return float(f"{value:.9g}") if math.isfinite(value) else None  # JSON has no NaN
     if isinstance(value, list):
         return [_plain(x) for x in value]
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value

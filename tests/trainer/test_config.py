@@ -327,12 +327,12 @@ def test_a_sweep_that_is_given_again_runs_what_is_not_finished(
 
 
 def test_nan_has_its_place_in_a_table(tmp_path: Path) -> None:
-    for name, loss in (("a", 3.0), ("b", float("nan")), ("c", 2.0)):
+    for name, loss in (("a", 3.0), ("b", float("nan")), ("c", 2.0), ("d", None)):
         (tmp_path / name).mkdir()
         line = dict(kind="train", step=1, loss=loss, tokens_per_s=1.0)
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    table = sweep.table([(name, tmp_path / name) for name in "abc"]).splitlines()
-    assert [line.split()[4] for line in table[1:-1]] == ["c", "a", "b"]
+    table = sweep.table([(name, tmp_path / name) for name in "abcd"]).splitlines()
+    assert [line.split()[4] for line in table[1:-1]] == ["c", "a", "b", "d"]
 
 
 RANK = """

@@ -178,7 +178,7 @@ def test_what_cannot_be_a_result_is_told(runs: Folder, tmp_path: Path, capsys: p
     broken = tmp_path / "broken"
     shutil.copytree(runs / "ring", broken)
     (broken / "profile" / "step-5-rank-0.json").write_text("{")
-    diverged = edited(runs / "one", tmp_path / "diverged", "CPU rank", loss=float("nan"))
+    diverged = edited(runs / "one", tmp_path / "diverged", "CPU rank", loss=None)
     killed = tmp_path / "killed"
     shutil.copytree(runs / "one", killed)
     with (killed / "metrics.jsonl").open("a") as file:
