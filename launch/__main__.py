@@ -48,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(jobs) == 1:
         return start([*given, *jobs[0]], num_ranks)[0]
     same = set.intersection(*map(set, jobs))
-    runs: list[tuple[str, Path]] = []
-    codes: list[int] = []
+    runs: list[tuple[str, Path, int]] = []
     alike: Counter[Path] = Counter()  # jobs that differ only in how they are split share a name, and are numbered
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
         own = " ".join(text for text in job if text not in same)
@@ -59,16 +58,15 @@ def main(argv: list[str] | None = None) -> int:
         folder = rundir.choose(config, number=alike[first])
         if _finished(config, folder):
             _say(f"{os.path.relpath(folder)} is finished, so it is not run again (checkpoint.resume=none would)")
-            runs.append((own, folder))
-            codes.append(0)
+            runs.append((own, folder, 0))
             continue
-        runs.append((own, rundir.choose(config)))
+        folder = rundir.choose(config)
         code, stopped = start([*given, *job], num_ranks)
-        codes.append(code)
+        runs.append((own, folder, code))
         if stopped or code == 2:  # who stops one job does not want the next, and a mistake is in all of them
             break
-    _say(f"\n{sweep.table(runs, codes)}")
-    return next(filter(None, codes), 0)
+    _say(f"\n{sweep.table(runs)}")
+    return next((code for *_, code in runs if code), 0)
 
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:

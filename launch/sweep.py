@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from trainer import rundir
 LAST = 10  # steps that a loss is the mean of: one alone is noise
 
 
-def table(runs: list[tuple[str, Path]], codes: Sequence[int] = ()) -> str:
-    """A line for each (what was different, folder), the best loss first, and last the runs whose exit code is not 0."""
-    codes = codes or [0] * len(runs)
-    found = [(code, outcome(folder), label, folder) for (label, folder), code in zip(runs, codes, strict=True)]
+def table(runs: list[tuple[str, Path, int]]) -> str:
+    """A line for each (what was different, folder, exit code), the best loss first, and last those whose code is not 0."""
+    found = [(code, outcome(folder), label, folder) for label, folder, code in runs]
     found.sort(key=lambda run: (run[0] != 0, _first(run[1]["held_out"], run[1]["loss"], math.inf)))
     lines = [f"{'held out':<11}{'loss':<8}{'tokens/s':>8}{'step':>7}"]
     for code, its, label, folder in found:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import config
 from .corpus import NO_LABEL, Stream, open_source
-from .rules import BLOCK, shares
+from .mixture import BLOCK, shares
 from .synthetic import Answers, Packed, Passkey, Recall
 from .tokenizer import Tokenizer
 

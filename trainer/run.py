@@ -18,11 +18,12 @@ from parallel import context_attention
 from . import checkpoint, cost, inspection, memory, rules, rundir, tokenizer, tracking
 from .compose import Composed, ConfigError
 from .config import Model
-from .data import BLOCK, Batch, Corpus, Dataset, prefetch, samples_of
+from .data import Batch, Corpus, Dataset, prefetch, samples_of
 from .engine import Engine
 from .evaluate import Report, evaluate
 from .footprint import too_much
 from .generate import generate
+from .mixture import BLOCK
 from .model import GPT, fresh
 from .ranks import Ranks
 from .signals import Signals

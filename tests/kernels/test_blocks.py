@@ -34,7 +34,7 @@ ENGINES = [
 ]
 
 
-def close(got: Tensor, wanted: Tensor, dtype: torch.dtype, fp32: float = 0.0) -> None:
+def assert_close(got: Tensor, wanted: Tensor, dtype: torch.dtype, fp32: float = 0.0) -> None:
     """For inputs of this dtype, whose rounding is all that may differ."""
     allowed = {torch.float64: 1e-12, torch.float32: fp32, torch.bfloat16: 0.03}[dtype]
     torch.testing.assert_close(got, wanted, rtol=0, atol=allowed)
@@ -79,8 +79,8 @@ def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torc
     pieces = cut(LENGTH, blocks)
     random.Random(3).shuffle(pieces)
     many_out, many_lse = carried(q, k, v, mask, pieces, **options)
-    close(many_out, out, dtype, 2e-6)
-    close(many_lse, lse, lse.dtype, 2e-6)
+    assert_close(many_out, out, dtype, 2e-6)
+    assert_close(many_lse, lse, lse.dtype, 2e-6)
 
     delta = output_delta(dout, out, backend=backend)
     once = sums(q, k, v)
@@ -90,7 +90,7 @@ def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torc
         at = whole(LENGTH), [(a, 1, b - a)]
         block_backward(dout, q, k[:, a:b], v[:, a:b], lse, delta, mask, *at, dq, dk[:, a:b], dv[:, a:b], **options)
     for one, many in zip(once, (dq, dk, dv), strict=True):
-        close(many, one, dtype, 5e-6)
+        assert_close(many, one, dtype, 5e-6)
 
 
 SHARDS = {  # the rows of a rank: contiguous, zigzag, striped, and lists that no kernel takes at once
@@ -122,14 +122,14 @@ def test_segments_are_rows_of_the_whole(name: str, shard: str, backend: str, dty
 
     padded = [pad(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
     got, got_lse = block_forward(*padded, mask, at, keys_at, backend=backend)
-    close(got[:, :-5], out, dtype, 3e-6)
-    close(got_lse[:, :, :-5], lse, lse.dtype, 3e-6)
+    assert_close(got[:, :-5], out, dtype, 3e-6)
+    assert_close(got_lse[:, :, :-5], lse, lse.dtype, 3e-6)
     assert (got[:, -5:] == 0).all() and (got_lse[:, :, -5:] == -float("inf")).all()
     delta = output_delta(pad(dout[:, rows]), got)
     results = sums(*padded)
     block_backward(pad(dout[:, rows]), *padded, got_lse, delta, mask, at, keys_at, *results, backend=backend)
     for result, grad in zip(results, grads, strict=True):
-        close(result[:, :-5], grad, dtype, 1e-5)
+        assert_close(result[:, :-5], grad, dtype, 1e-5)
         assert (result[:, -5:] == 0).all()
 
 

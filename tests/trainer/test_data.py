@@ -17,7 +17,8 @@ from parallel import Layout
 from trainer import corpus, tokenizer
 from trainer.config import Data, Source, Tokenizer
 from trainer.corpus import Stream
-from trainer.data import BLOCK, Corpus, Dataset, permute, prefetch, samples_of, shares
+from trainer.data import Corpus, Dataset, permute, prefetch, samples_of
+from trainer.mixture import BLOCK, shares
 
 BYTES = tokenizer.load(Tokenizer())
 END = BYTES.end

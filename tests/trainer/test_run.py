@@ -214,7 +214,7 @@ def test_a_sweep_tells_of_runs_that_were_killed_or_never_began(tmp_path: Path) -
         (tmp_path / name).mkdir()
         lines = [json.dumps(dict(kind="train", step=i, loss=x, tokens_per_s=2000.0)) for i, x in enumerate(losses, 1)]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n" + end)
-    table = sweep.table([(f"name={name}", tmp_path / name) for name in ("never", "good", "killed")]).splitlines()
+    table = sweep.table([(f"name={name}", tmp_path / name, 0) for name in ("never", "good", "killed")]).splitlines()
     assert "last 10 steps" in table[-1]
     assert [line.split()[:5] for line in table[1:-1]] == [
         ["–", "1.500", "2.0k", "1", "name=killed"],

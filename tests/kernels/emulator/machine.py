@@ -16,10 +16,6 @@ from .parties import Parties
 from .values import Descriptor, Numbers, Pointer, Product
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.to_come = count
 
@@ -202,9 +198,8 @@ class Machine:
         assert is_async
         self.parties.pause()
         mine = self.me.rows(a)
-        left = (
-            a.slice(mine.start, mine.stop - mine.start).read_late() if isinstance(a, Memory) else partial(_same, a.tensor[mine])
-        )
+        own = a.slice(mine.start, mine.stop - mine.start) if isinstance(a, Memory) else a.tensor[mine]
+        left = own.read_late() if isinstance(own, Memory) else lambda: own  # registers stay as they are
         right, product = b.read_late(), Product()
 
         def ends() -> None:

@@ -35,7 +35,7 @@ class Program:
 
     number: int
     copies: int = 0  # on their way into shared memory
-    unfenced: dict["Warp", list[tuple[int, int]]] = field(default_factory=dict)  # addresses that a party wrote
+    unfenced: dict["Warp", list[tuple[int, int]]] = field(default_factory=dict)  # addresses that a warp wrote
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Meeting:
 class Warp:
     """One warp of a party, and what is its own. Of a tensor it multiplies and stores as many rows as the others."""
 
-    program: "Program"
+    program: Program
     index: int = 0
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
     threads: int = 32
