@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3, help="how often each kernel has its turn (default %(default)s)")
     parser.add_argument("--rep", type=float, default=200, help="ms of one turn (default %(default)s)")
     parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
-    parser.add_argument("--energy", action="store_true", help="count joules too, as the driver does, for a second each")
+    parser.add_argument("--energy", action="store_true", help="count joules too, as the driver does, for two seconds each")
     parser.add_argument(
         "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default attention-DEVICE)"
     )

@@ -87,9 +87,9 @@ def attention_backward(
     lse_tile = stats  # stands in where the product with it is enough
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # of each place: head, first row, whether the mask splits it, and where tiles are left out whose keys it sees (1: consumer
-    # 0's, 2: consumer 1's)
-    facts = gl.allocate_shared_memory(gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # of each place: head, first row, and marks: 1 if the mask splits it and, where tiles are left out, 2 if it sees keys of
+    # consumer 0, 4 if of consumer 1. One number for all marks: while products read shared memory, each load from it waits long.
+    facts = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
@@ -218,8 +218,9 @@ def consume(
             mbarrier.wait(may_score[ME].index(0), (i & 1) ^ (1 - ME))  # consumer 0 begins
         if TIGHT:
             wait_full(full_at, i, STAGES)
+        marks = number(facts, 3 * place + 2)
         # At a diagonal a tile's queries may see the other consumer's keys alone.
-        if (number(facts, 4 * place + 3) & (1 << ME) if LEAVES_OUT else 1) != 0:
+        if (marks & (2 << ME) if LEAVES_OUT else 1) != 0:
             if TIGHT:
                 s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -236,8 +237,8 @@ def consume(
             # exponentials take.
             if PAIRS_GO_THROUGH_BRANCHES:
                 weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
-            if number(facts, 4 * place + 2) != 0:
-                p_q = position(number(facts, 4 * place + 1) + rows.load(QUERIES), q_at)
+            if marks & 1 != 0:
+                p_q = position(number(facts, 3 * place + 1) + rows.load(QUERIES), q_at)
                 visible = p_q[None, :] <= hi[:, None]
                 if mask[1] is not None or mask[2] is not None:
                     visible &= p_q[None, :] >= lo[:, None]

@@ -35,7 +35,7 @@ def collect(
     last_h, last_row = 0, 0
     for i in range(GROUP * (end - begin)):
         place = wait_full(full_at, i, STAGES)
-        h, row = number(facts, 4 * place), number(facts, 4 * place + 1)
+        h, row = number(facts, 3 * place), number(facts, 3 * place + 1)
         arrive_each(free_at.index(place))
         if turns is not None:
             seen = turn_at(taking_turns, h, row)

@@ -1,7 +1,7 @@
 """The party of Hopper's backward that brings queries, and what the others have to know of them (see hopper_backward.py).
 
-A place in shared memory holds a tile of q and dout, its lse and delta for the tensor cores, and four facts: its head, its first
-row, whether the mask splits it and, where tiles are left out, which consumers' keys it sees.
+A place in shared memory holds a tile of q and dout, its lse and delta for the tensor cores, and three facts: head, first row,
+and marks of whether the mask splits it and, where tiles are left out, which consumers' keys it sees.
 """
 
 from triton.experimental import gluon
@@ -53,12 +53,12 @@ def produce(
         delta_row = gl.where(nothing, 0.0, delta_row)
         stats.index(2 * place).store(thirds(lse_row, column))
         stats.index(2 * place + 1).store(thirds(delta_row, column))
-        facts.index(4 * place).store(gl.full([1], h, gl.int32, WARP))
-        facts.index(4 * place + 1).store(gl.full([1], row, gl.int32, WARP))
-        facts.index(4 * place + 2).store(gl.full([1], gl.where(i % num < num_split, 1, 0), gl.int32, WARP))
+        facts.index(3 * place).store(gl.full([1], h, gl.int32, WARP))
+        facts.index(3 * place + 1).store(gl.full([1], row, gl.int32, WARP))
+        marks = gl.where(i % num < num_split, 1, 0)
         if lower_end is not None:
-            seen = gl.where(row < lower_end, 1, 0) + gl.where(row + 64 > upper_begin, 2, 0)
-            facts.index(4 * place + 3).store(gl.full([1], seen, gl.int32, WARP))
+            marks += gl.where(row < lower_end, 2, 0) + gl.where(row + 64 > upper_begin, 4, 0)
+        facts.index(3 * place + 2).store(gl.full([1], marks, gl.int32, WARP))
         fence_async_shared()
         mbarrier.arrive(full_at.index(place), count=1)
 

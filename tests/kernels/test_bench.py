@@ -191,10 +191,20 @@ def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> Non
 
 
 class Driver:
-    """NVML's counter of a GPU that takes 500 W and has a new value every 0.1 s."""
+    """NVML's counter, which has a new value every 0.1 s and takes 4 ms to say it, and its GPU: 500 W at work, 100 W idle."""
 
-    def __init__(self, code: int = 0, watts: float = 500.0) -> None:
-        self.seconds, self.code, self.watts = 0.0, code, watts
+    def __init__(self) -> None:
+        self.code, self.watts = 0, (500.0, 100.0)
+        self.seconds = self.ends = 0.0  # the host's time, and when the GPU is through with its work
+        self.worked = 0.0  # seconds of it so far that the GPU has had work for
+
+    def work(self, ms: float) -> None:
+        """A call: the host gives it in no time, and the GPU takes it up behind those before."""
+        self.ends = max(self.ends, self.seconds) + ms / 1000
+
+    def until(self, then: float) -> None:
+        self.worked += max(0.0, min(then, self.ends) - self.seconds)
+        self.seconds = max(self.seconds, then)
 
     def nvmlInit_v2(self) -> int:
         return self.code
@@ -203,36 +213,44 @@ class Driver:
         return 0 if name == b"GPU-1234" else 6
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, to) -> int:
-        to._obj.value = int(1000 * self.watts * (self.seconds // 0.1 * 0.1))
+        tick = self.seconds // 0.1 * 0.1
+        worked = max(0.0, self.worked - (self.seconds - tick))
+        to._obj.value = int(1000 * (self.watts[0] * worked + self.watts[1] * (tick - worked)))
+        self.until(self.seconds + 0.004)
         return 0
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.ends = driver.ends
+
+        def synchronize(self) -> None:
+            driver.until(self.ends)
+
     monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(energy.time, "perf_counter", lambda: driver.seconds)
     return driver
 
 
 def test_joules_are_those_of_one_call(driver: Driver) -> None:
-    """However many calls stand between two looks at a counter that stands still most of the time."""
+    """However many calls stand between two looks at the counter; and the GPU is not idle while it is asked."""
     for ms in (0.01, 3.0, 70.0, 2000.0):
-
-        def call(ms: float = ms) -> None:
-            driver.seconds += ms / 1000
-
-        found = energy.count_energy(call, ms, 200.0, torch.device("cuda"))
-        assert found["joules"] == pytest.approx(500 * ms / 1000, rel=0.1) and found["watts"] == pytest.approx(500, rel=0.1)
+        found = energy.count_energy(lambda ms=ms: driver.work(ms), ms, 200.0, torch.device("cuda"))
+        assert found["joules"] == pytest.approx(0.5 * ms, rel=0.05) and found["watts"] == pytest.approx(500, rel=0.05)
 
 
 def test_a_counter_that_does_not_count_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def count() -> None:
-        energy.count_energy(lambda: setattr(driver, "seconds", driver.seconds + 0.1), 100.0, 200.0, torch.device("cuda"))
+        energy.count_energy(lambda: driver.work(100.0), 100.0, 200.0, torch.device("cuda"))
 
-    for change, told in ((dict(watts=0.0), "stands still"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9")):
+    for change, told in ((dict(watts=(0.0, 0.0)), "stands still"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9")):
         with monkeypatch.context() as patch:
             for name, value in change.items():
                 patch.setattr(driver, name, value)
