@@ -24,10 +24,11 @@ from .hopper_common import arrive_each, number, wait_full
 def collect(
     dq_to, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, HOLDS_DS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once."""
-    kv_full, _may_score, full_at, free_at, ds_full, ds_free = flags
+    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once; and so
+    is dS's, if it holds dS in registers."""
+    kv_full, _between, full_at, free_at, ds_full, ds_free = flags
     turns, _stride, turn, _before_end = taking_turns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
@@ -40,12 +41,15 @@ def collect(
         if turns is not None:
             seen = turn_at(taking_turns, h, row)
         ds_place = wait_full(ds_full, i, DS_STAGES)
-        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see consume
+        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see hopper_shares.py
         ds = ds_tile.index(ds_place).permute((1, 0))
+        if HOLDS_DS:
+            ds = ds.load(gl.DotOperandLayout(0, LAYOUT, 2))
+            arrive_each(ds_free.index(ds_place))
         for part in gl.static_range(BLOCK_D // 64):
             dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            if part == BLOCK_D // 64 - 1:
+            if part == BLOCK_D // 64 - 1 and not HOLDS_DS:
                 arrive_each(ds_free.index(ds_place))
             pieces = (dq * scale,)
             if DQ_WIDTH == 32:

@@ -19,7 +19,7 @@ def produce(
     STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
-    _kv_full, _may_score, full_at, free_at, _ds_full, _ds_free = flags
+    _kv_full, _between, full_at, free_at, _ds_full, _ds_free = flags
     lower_end, upper_begin = borders
     num = end - begin
     num_split = full - begin + end - rest

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import hopper_backward, hopper_forward, hopper_tiles, triton_tiles
 from .block import Block, Gradients
 from .compat import chip, compile_ahead
+from .cycles import cycles_of
 from .launches import Launch
 from .mask import Mask
 from .measure import ROOT, machine, slug
@@ -65,18 +66,24 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
             for qs in (1, 2)
             for staged in (False, True)
         ]
-        + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, IN_STEP=True)],
+        + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, **w) for w in (dict(IN_STEP=True), dict(HOLDS_Q=True))],
         256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2))]
         + [TWO | dict(BLOCK_N=64, STAGES=2, STAGED=False, IN_STEP=False)],
     },
     "hopper-backward": {
-        64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)],
+        64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)]
+        + [dict(HOLDS_K=k, HOLDS_V=v) for k, v in ((True, False), (False, True), (True, True))],
         128: [
             dict(STAGES=2, DS_STAGES=d, TIGHT=t, **w)
             for d, w in ((1, WHOLE), (2, WHOLE), (2, HALF), (3, WHOLE))
             for t in (False, True)
+        ]
+        + [dict(STAGES=3, DS_STAGES=1, **WHOLE), dict(STAGES=3, DS_STAGES=2, **HALF | dict(DQ_STAGES=2))],
+        256: [
+            dict(DS_STAGES=1, ROLES=roles, **w)
+            for w in (HALF | dict(DQ_STAGES=2), WHOLE | dict(DQ_STAGES=1))
+            for roles in (False, True)
         ],
-        256: [dict(DS_STAGES=d, **w) for d, w in ((1, HALF | dict(DQ_STAGES=2)), (1, WHOLE | dict(DQ_STAGES=1)))],
     },
 }
 
@@ -146,7 +153,10 @@ def measure(kernel: str, width: int, tile: Tile, t: dict[str, Tensor], truth: di
         return {"status": "wrong", "error": error}
     ms = do_bench(call, warmup=30, rep=120, return_mode="median")
     flops = (PORTABLE | HOPPER)[kernel] * 2048 * LENGTH**2  # two for each multiply-add, half for the causal mask
-    return {"status": "ok", "error": error, "ms": ms, "tflops": flops / ms / 1e9}
+    row = {"status": "ok", "error": error, "ms": ms, "tflops": flops / ms / 1e9}
+    if not torch.version.hip:  # clocks drift from one candidate to the next
+        row["mcycles"] = cycles_of(call, max(2, int(60 / ms)), t["q"].device) / 1e6
+    return row
 
 
 def truth_of(t: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -208,7 +218,9 @@ def tune(kernels: list[str], width: int, chip_name: str) -> list[dict[str, Any]]
         mine = [row for row in rows if row["kernel"] == kernel and row["status"] == "ok"]
         for row in sorted(mine, key=lambda row: row["ms"])[:3]:
             ms, spills = row["ms"], row["spills"]
-            print(f"{kernel} {width}: {row['tile']} {row['tflops']:.0f} TFLOP/s ({ms:.2f} ms, {spills} B spilled)", flush=True)
+            cycles = f", {row['mcycles']:.3f} million cycles" if "mcycles" in row else ""
+            speed = f"{row['tflops']:.0f} TFLOP/s ({ms:.2f} ms{cycles}, {spills} B spilled)"
+            print(f"{kernel} {width}: {row['tile']} {speed}", flush=True)
     return rows
 
 

@@ -32,8 +32,8 @@ class Numbers:
     shape = property(lambda self: list(self.tensor.shape))
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
-    def to(self, dtype: torch.dtype) -> "Numbers":
-        return Numbers(self.tensor.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Numbers":
+        return Numbers(self.tensor.view(dtype) if bitcast else self.tensor.to(dtype))
 
     def reshape(self, shape: list[int]) -> "Numbers":
         return Numbers(self.tensor.reshape(shape))
