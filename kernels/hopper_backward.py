@@ -4,8 +4,8 @@ A program keeps BLOCK_N keys and streams the queries that see them, 64 at a time
 work beside each other and wait for nothing but each other's tiles in shared memory:
 
     produce      one warp: the TMA brings q and dout, the warp lse and delta (hopper_queries.py)
-    consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers (hopper_shares.py, or
-                 hopper_roles.py)
+    consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers (hopper_keys.py and,
+                 above head dim 128, hopper_roles.py)
     collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory (hopper_dq.py)
 
 What passes through shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
@@ -14,8 +14,7 @@ key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
 so that one's products run beside the other's exponentials. (Neither at small head dims, where scores run a tile ahead.) Above
 head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and of dk and dv a consumer has half of the
-columns. Both work out the same scores, which costs two products more and saves them a meeting; or, if ROLES, one works out
-weights, the other their gradients, and they hand these to each other.
+columns. One consumer works out weights, the other their gradients, and they hand these to each other.
 
 Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
 programs come by; in a deterministic backward they take turns (hopper_dq.py).
@@ -29,16 +28,23 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
 
 from .block import Again, Block, Gradients
 from .compat import tma_load
 from .hopper_arguments import backward_arguments
-from .hopper_common import barriers, fetchable, in_turn, without_padding
+from .hopper_common import (
+    barriers,
+    fetchable,
+    in_turn,
+    without_padding,
+)
 from .hopper_dq import collect
+from .hopper_keys import share_keys
 from .hopper_queries import produce
 from .hopper_roles import derive, weigh
-from .hopper_shares import share
 from .hopper_tiles import tiles_for
 from .launches import Known, Launch
 from .mask import Bounds
@@ -61,8 +67,7 @@ def attention_backward(
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
-    TIGHT: gl.constexpr, ROLES: gl.constexpr, HOLDS_K: gl.constexpr, HOLDS_V: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
+    TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
@@ -82,10 +87,10 @@ def attention_backward(
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
     kv_full, _kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
-    # From consumer to consumer: whose turn it is with scores or, if ROLES, what has been handed over, and taken. Each in memory
-    # of its own: of the same, Triton would stop a warpgroup between wait and arrival.
-    between_0, _ = barriers(DS_STAGES if ROLES else 1, 128, 1)
-    between_1, _ = barriers(DS_STAGES if ROLES else 1, 128, 1)
+    # From consumer to consumer: whose turn it is with scores or, above head dim 128, what has been handed over, and taken. Each
+    # in memory of its own: of the same, Triton would stop a warpgroup between wait and arrival.
+    between_0, _ = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
+    between_1, _ = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
     between = (between_0, between_1)
     full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
@@ -130,19 +135,20 @@ def attention_backward(
     # 4 would be too large for it: lse has to be that of all keys, as it is in a backward.) With fp16 inputs, whose dS would
     # overflow, they are large only while they wait.
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
-    CONSUMES: gl.constexpr = 200 if ROLES else 208  # registers a thread; the collector has what is left, enough to hold dS
+    # above head dim 128 consumers need fewer registers: the collector keeps dS in them
+    CONSUMES: gl.constexpr = 208 if BLOCK_N == 128 else 200
     gl.warp_specialize([
         (consume, (
             consumed, flags, keys, gradients, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, ROLES, BIAS, HOLDS_K, HOLDS_V, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (consume, (
             consumed, flags, keys, gradients, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, ROLES, BIAS, HOLDS_K, HOLDS_V, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )),
         (collect, (
             dq, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
-            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, ROLES, GROUP,
+            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
             q, dout, q_tile, dout_tile, statistics, flags,
@@ -155,14 +161,13 @@ def attention_backward(
 def consume(
     tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, ROLES: gl.constexpr,
-    BIAS: gl.constexpr, HOLDS_K: gl.constexpr, HOLDS_V: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
-    STAGED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    if not ROLES:
-        share(
+    if BLOCK_N == 128:
+        share_keys(
             tiles, flags, keys, gradients, options, ME,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, HOLDS_K, HOLDS_V, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
         )  # fmt: skip
     elif ME == 0:
         weigh(tiles, flags, keys, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD)

@@ -24,13 +24,18 @@ from .hopper_common import arrive_each, number, wait_full
 def collect(
     dq_to, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr, HOLDS_DS: gl.constexpr, GROUP: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once; and so
-    is dS's, if it holds dS in registers."""
+    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once.
+
+    Where a program has 64 keys dS fits into its registers: then each of many columns' products reads only k, dS's place is free
+    sooner, and columns' products run while those before are handed on.
+    """
     kv_full, _between, full_at, free_at, ds_full, ds_free = flags
     turns, _stride, turn, _before_end = taking_turns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    HOLDS_DS: gl.constexpr = BLOCK_N == 64
+    PARTS: gl.constexpr = BLOCK_D // 64
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
     last_h, last_row = 0, 0
@@ -41,15 +46,16 @@ def collect(
         if turns is not None:
             seen = turn_at(taking_turns, h, row)
         ds_place = wait_full(ds_full, i, DS_STAGES)
-        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see hopper_shares.py
+        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see hopper_keys.py
         ds = ds_tile.index(ds_place).permute((1, 0))
         if HOLDS_DS:
             ds = ds.load(gl.DotOperandLayout(0, LAYOUT, 2))
             arrive_each(ds_free.index(ds_place))
-        for part in gl.static_range(BLOCK_D // 64):
-            dq = warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
+        for part in gl.static_range(PARTS):
+            if part == 0 or not HOLDS_DS:
+                dq = columns(ds, k_all, part, zero)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            if part == BLOCK_D // 64 - 1 and not HOLDS_DS:
+            if part == PARTS - 1 and not HOLDS_DS:
                 arrive_each(ds_free.index(ds_place))
             pieces = (dq * scale,)
             if DQ_WIDTH == 32:
@@ -67,11 +73,18 @@ def collect(
                 out = dq_tile.index(nth % DQ_STAGES)
                 tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
                 store_apart(pieces[piece], out, DQ_WIDTH)
+                if HOLDS_DS and part < PARTS - 1 and piece == 64 // DQ_WIDTH - 1:
+                    dq = columns(ds, k_all, part + 1, zero)
                 fence_async_shared()
                 tma_add(dq_to, [b, h, row, part * 64 + piece * DQ_WIDTH], out)
     if turns is not None and begin < end:
         pass_turn(taking_turns, last_h, last_row)
     tma.store_wait(0)
+
+
+@gluon.jit
+def columns(ds, k_all, part, zero):
+    return warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

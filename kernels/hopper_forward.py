@@ -64,7 +64,7 @@ def attention_forward(
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, STAGED: gl.constexpr,
-    IN_STEP: gl.constexpr, HOLDS_Q: gl.constexpr,
+    IN_STEP: gl.constexpr,
 ):  # fmt: skip
     """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); blocks of q and out are 64 rows."""
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
@@ -89,15 +89,15 @@ def attention_forward(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP, HOLDS_Q)),
-            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP, HOLDS_Q)),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP, HOLDS_Q)),
-            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP, HOLDS_Q)),
-            (consume, (tiles, queue, work, memory, 2, DV, CONSUMERS, STAGED, IN_STEP, HOLDS_Q)),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 2, DV, CONSUMERS, STAGED, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
@@ -146,7 +146,7 @@ def produce(
 @gluon.jit
 def consume(
     tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGED: gl.constexpr,
-    IN_STEP: gl.constexpr, HOLDS_Q: gl.constexpr,
+    IN_STEP: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
     STAGES: gl.constexpr = k_tile.shape[0]
@@ -169,14 +169,15 @@ def consume(
     row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
     q_place = wait_full(q_full, i, Q_STAGES)
     place = wait_full(kv_full, slots, STAGES)
-    q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
-    s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+    s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(place), IN_STEP)
     while more != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
+        q_mine = q_tile.index(q_place * CONSUMERS + ME)
+
         tile = nth_tile(0, begin, full, rest, end)
         before_m = m
         s, factor, m, shift, grown = follow(s, m, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
@@ -220,9 +221,8 @@ def consume(
         if more != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
-        q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
         acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-        s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+        s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
         finish(
@@ -293,17 +293,8 @@ def finish(
 
 @gluon.jit
 def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    return warpgroup_mma(q_mine, k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def queries(q_mine, BLOCK_D: gl.constexpr, S_LAYOUT: gl.constexpr, HOLDS_Q: gl.constexpr):
-    """A consumer's own, in shared memory or in its registers."""
-    q_mine = q_mine.reshape([64, BLOCK_D])
-    if HOLDS_Q:
-        return q_mine.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    else:
-        return q_mine
+    q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
+    return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:

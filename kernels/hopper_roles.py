@@ -1,4 +1,4 @@
-"""The two consumers of Hopper's backward if they have roles, which takes a program of 64 keys (see hopper_backward.py).
+"""The two consumers of Hopper's backward above head dim 128, where a program has 64 keys (see hopper_backward.py).
 
 Registers do not hold dk and dv of all columns, so each consumer has half of these, for which both need all weights and all dS.
 `weigh` works out weights, `derive` dS from them, at the same time as the other's scores. They are handed over in one place of
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper_common import arrive_each, number, wait_free, wait_full
-from .hopper_shares import hand_on, minus_thirds, product, write
+from .hopper_keys import hand_on, minus_thirds, product, write
 from .triton_common import EVERYWHERE, exponents, position, queries_of, row_count
 
 
@@ -42,13 +42,17 @@ def weigh(
     lo, hi = queries_of(position(key, k_at), mask, b)
     key_ok = key < row_count(k_at)
     hi = gl.where(key_ok, hi, -EVERYWHERE)
+    steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    for i in range(GROUP * (end - begin)):
-        k_mine = k_tile.index(i >> 30).reshape([64, BLOCK_D])  # 0, which the compiler must not know: see hopper_shares.py
-        place = wait_full(full_at, i, STAGES)
-        marks = number(facts, 3 * place + 2)
-        s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
+    s = zero
+    if steps > 0:
+        wait_full(full_at, 0, STAGES)
+        s = product(k_tile.index(0).reshape([64, BLOCK_D]), q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
+    for i in range(steps):
+        k_mine = k_tile.index(i >> 30).reshape([64, BLOCK_D])  # 0, which the compiler must not know: see hopper_keys.py
+        place = i % STAGES
+        marks = number(facts, 3 * place + 2)
         s, factor = exponents(s, scale, softcap, False)
         exponent = s * factor
         if softcap is not None:
@@ -73,10 +77,16 @@ def weigh(
             hand_on(between[0].index(ds_place))
         dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(0, WIDTH_V, dim=1)
         dv = warpgroup_mma(weights, dout, dv, is_async=True)
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+        # the next tile's scores; behind the last tile they are of whatever is there, and dropped
+        if i + 1 < steps:
+            wait_full(full_at, i + 1, STAGES)
+        after = (i + 1) % STAGES
+        s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
         wait_full(ds_full, i, DS_STAGES)
         q = q_tile.index(place).reshape([64, BLOCK_D]).slice(0, WIDTH, dim=1)
         dk = warpgroup_mma(ds_tile.index(ds_place), q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        dk, s = warpgroup_mma_wait(0, deps=(dk, s))
         arrive_each(free_at.index(place))
     write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, WIDTH, K_LAYOUT, ADD)
     write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, WIDTH_V, V_LAYOUT, ADD)

@@ -18,11 +18,6 @@ BACKWARD = {  # head dim up to: keys of a program, buffers of q and dout, of dS,
     128: dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
     256: dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
 }
-# What consumers hold in registers, instead of reading it from shared memory for each product: q in a forward with two of them;
-# k, or v, in a backward whose registers are not tight. And whether one consumer of a backward works out weights and the other
-# their gradients, which takes 64 keys. `tune` tries all of these.
-FORWARD = {width: dict(HOLDS_Q=False) | tiles for width, tiles in FORWARD.items()}
-BACKWARD = {width: dict(HOLDS_K=False, HOLDS_V=False, ROLES=False) | tiles for width, tiles in BACKWARD.items()}
 
 
 def tiles_for(kernel: str, q: Tensor, v: Tensor) -> dict[str, Any]:

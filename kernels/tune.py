@@ -66,24 +66,19 @@ HOPPER_CANDIDATES: dict[str, dict[int, list[Tile]]] = {
             for qs in (1, 2)
             for staged in (False, True)
         ]
-        + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, **w) for w in (dict(IN_STEP=True), dict(HOLDS_Q=True))],
+        + [TWO | dict(BLOCK_N=128, STAGES=2, Q_STAGES=2, STAGED=True, IN_STEP=True)],
         256: [TWO | dict(BLOCK_N=n, STAGES=s, STAGED=False) for n, s in ((32, 2), (32, 4), (64, 2))]
         + [TWO | dict(BLOCK_N=64, STAGES=2, STAGED=False, IN_STEP=False)],
     },
     "hopper-backward": {
-        64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)]
-        + [dict(HOLDS_K=k, HOLDS_V=v) for k, v in ((True, False), (False, True), (True, True))],
+        64: [dict(STAGES=s, DS_STAGES=d, TIGHT=t) for s in (2, 3, 4) for d in (2, 3) for t in (False, True)],
         128: [
             dict(STAGES=2, DS_STAGES=d, TIGHT=t, **w)
             for d, w in ((1, WHOLE), (2, WHOLE), (2, HALF), (3, WHOLE))
             for t in (False, True)
         ]
         + [dict(STAGES=3, DS_STAGES=1, **WHOLE), dict(STAGES=3, DS_STAGES=2, **HALF | dict(DQ_STAGES=2))],
-        256: [
-            dict(DS_STAGES=1, ROLES=roles, **w)
-            for w in (HALF | dict(DQ_STAGES=2), WHOLE | dict(DQ_STAGES=1))
-            for roles in (False, True)
-        ],
+        256: [dict(DS_STAGES=1, **w) for w in (HALF | dict(DQ_STAGES=2), WHOLE | dict(DQ_STAGES=1))],
     },
 }
 

@@ -63,7 +63,6 @@ MAY_SPILL = {
     "sm_90/d128-dropout/attention_backward_dq": 64,
     "sm_90/d128-dropout/attention_backward_dkdv": 64,
     "hopper/d128-causal/attention_backward": 8,
-    "hopper/d256-causal/attention_backward": 32,
     "hopper/d256-causal/attention_forward": 24,
     "hopper/d128-ring/attention_forward": 40,
     "hopper/d128-ring/attention_backward": 32,
@@ -79,7 +78,6 @@ SPILL_MORE = {
     "3.8": {
         "sm_90/d128-fp32/attention_backward_dq": 40,
         "hopper/d128-causal/attention_backward": 24,
-        "hopper/d256-causal/attention_backward": 72,
         "hopper/d128-ordered/attention_backward": 32,
     },
     "3.9": {
@@ -89,7 +87,6 @@ SPILL_MORE = {
         "sm_90/d128-ring/attention_backward_dkdv": 432,
         "sm_90/d128-softcap/attention_backward_dkdv": 72,
         "hopper/d256-causal/attention_forward": 48,
-        "hopper/d256-causal/attention_backward": 48,
         "hopper/d128-ring/attention_forward": 48,
         "hopper/d192-128/attention_forward": 24,
         "hopper/d128-softcap/attention_forward": 32,

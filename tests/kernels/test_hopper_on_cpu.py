@@ -40,14 +40,11 @@ def test_sweep(case: Case, dtype: torch.dtype, poisoned_memory: None) -> None:
 
 
 @pytest.mark.parametrize("case", MASKS, ids=str)
-@pytest.mark.parametrize(("width", "roles"), [(64, False), (128, False), (256, False), (256, True)])
-def test_many_tiles_in_many_orders(
-    case: Case, width: int, roles: bool, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of these has tiles and parties of its own. Seeds are fixed: an order that went wrong once comes again."""
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these head dims has tiles and parties of its own. Seeds are fixed: an order that went wrong once comes again."""
     seed = zlib.crc32(f"{case} {width}".encode())
     emulate(monkeypatch, seed, resident=1 + seed % 4)
-    monkeypatch.setitem(hopper_tiles.BACKWARD, width, hopper_tiles.BACKWARD[width] | dict(ROLES=roles))
     longer = replace(case, width=width, v_width=None).grown(random.Random(seed).choice([2, 3, 5]))
     check_case(longer, "hopper", torch.bfloat16, "cpu")
 

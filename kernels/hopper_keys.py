@@ -1,4 +1,4 @@
-"""The two consumers of Hopper's backward (see hopper_backward.py), and what they share with those of hopper_roles.py."""
+"""The two consumers of Hopper's backward at head dims up to 128 (see hopper_backward.py), and what all its consumers need."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,64 +16,55 @@ from .triton_common import EVERYWHERE, exponents, position, queries_of, row_coun
 
 
 @gluon.jit
-def share(
+def share_keys(
     tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
-    HOLDS_K: gl.constexpr, HOLDS_V: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
+    ADD: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    """Of 128 keys 64, or of 64 keys half of the columns of dk and dv: both weights and their gradients."""
+    """64 of 128 keys: both their weights and these' gradients."""
     k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
     kv_full, between, full_at, free_at, ds_full, ds_free = flags
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    WIDTH: gl.constexpr = BLOCK_D * BLOCK_N // 128  # columns of dk, and of dv, that a consumer has
-    WIDTH_V: gl.constexpr = BLOCK_DV * BLOCK_N // 128
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH_V, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    HALVES: gl.constexpr = BLOCK_N == 64
-    HANDS_ON: gl.constexpr = not HALVES or ME == 0  # dS; of two that work out the same one does
-    LEAVES_OUT: gl.constexpr = TIGHT and BLOCK_N == 128
-    ALTERNATES: gl.constexpr = LEAVES_OUT  # in working out scores
-    FIRST: gl.constexpr = 0 if HALVES else ME * 64  # of its keys
-    COLUMN: gl.constexpr = ME * WIDTH if HALVES else 0
-    COLUMN_V: gl.constexpr = ME * WIDTH_V if HALVES else 0
+    LEAVES_OUT: gl.constexpr = TIGHT
+    ALTERNATES: gl.constexpr = TIGHT  # in working out scores
+    FIRST: gl.constexpr = ME * 64  # of its keys
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     minus = minus_thirds(S_LAYOUT)
-    dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
-    dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
+    dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
     key = first_key + FIRST + gl.arange(0, 64, KEYS)
     lo, hi = queries_of(position(key, k_at), mask, b)
     key_ok = key < row_count(k_at)
     hi = gl.where(key_ok, hi, -EVERYWHERE)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    k_held = k_tile.index(0).reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
-    if HOLDS_K:
-        k_held = k_held.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    v_held = v_tile.index(0 if HALVES else ME).reshape([64, BLOCK_DV])
-    if HOLDS_V:
+    v_held = v_tile.index(ME).reshape([64, BLOCK_DV])
+    if not TIGHT:  # in registers: dP's products then read half as much from shared memory
         v_held = v_held.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     s = zero  # if TIGHT, only so that the loop has one
     if not TIGHT and steps > 0:
         wait_full(full_at, 0, STAGES)
-        s = product(k_held, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
+        k_mine = k_tile.index(0).reshape([128, BLOCK_D]).slice(FIRST, 64)
+        s = product(k_mine, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
+        k_mine = k_tile.index(0).reshape([128, BLOCK_D]).slice(FIRST, 64)
+        v_mine = v_held
         if TIGHT:
             only = i >> 30  # 0, but the compiler must not know: else it would keep where each slice of k and v begins
-            k_mine = k_tile.index(only).reshape([BLOCK_N, BLOCK_D]).slice(FIRST, 64)
-            v_mine = v_tile.index(only + (0 if HALVES else ME)).reshape([64, BLOCK_DV])
-        else:
-            k_mine = k_held
-            v_mine = v_held
+            k_mine = k_tile.index(only).reshape([128, BLOCK_D]).slice(FIRST, 64)
+            v_mine = v_tile.index(only + ME).reshape([64, BLOCK_DV])
         place = i % STAGES
-        q = q_tile.index(place).reshape([64, BLOCK_D]).slice(COLUMN, WIDTH, dim=1)
-        dout = dout_tile.index(place).reshape([64, BLOCK_DV]).slice(COLUMN_V, WIDTH_V, dim=1)
+        q = q_tile.index(place).reshape([64, BLOCK_D])
+        dout = dout_tile.index(place).reshape([64, BLOCK_DV])
         if ALTERNATES:
             mbarrier.wait(between[ME].index(0), (i & 1) ^ (1 - ME))  # consumer 0 begins
         if TIGHT:
@@ -118,13 +109,12 @@ def share(
             if softcap is not None:
                 ds *= 1 - s * s
             ds = ds.to(q_tile.dtype)
-            if HANDS_ON:
-                ds_place = wait_free(ds_free, i, DS_STAGES)
-                ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
-            if HANDS_ON and TIGHT:
+            ds_place = wait_free(ds_free, i, DS_STAGES)
+            ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
+            if TIGHT:
                 hand_on(ds_full.index(ds_place))
             dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-            if HANDS_ON and not TIGHT:
+            if not TIGHT:
                 hand_on(ds_full.index(ds_place))
             if TIGHT:
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -144,10 +134,10 @@ def share(
     if STAGED:
         # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
         # other consumer's scores, if they run a tile ahead, are then of whatever is there, and dropped.)
-        v_place = v_tile.index(ME)
-        v_place.reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
+        v_mine = v_tile.index(ME)
+        v_mine.reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
         fence_async_shared()
-        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], v_place)
+        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], v_mine)
         place = wait_free(free_at, steps, STAGES)
         free = q_tile.index(place) if ME == 0 else dout_tile.index(place)
         free.reshape([64, BLOCK_D]).store((dk * (scale * 2.0**-BIAS)).to(q_tile.dtype))
@@ -155,8 +145,8 @@ def share(
         tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], free)
         tma.store_wait(0)
     else:
-        write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, COLUMN, D, WIDTH, K_LAYOUT, ADD)
-        write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, COLUMN_V, DV, WIDTH_V, V_LAYOUT, ADD)
+        write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
+        write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
 
 
 @gluon.jit
