@@ -135,7 +135,7 @@ def attention_backward(
     # 4 would be too large for it: lse has to be that of all keys, as it is in a backward.) With fp16 inputs, whose dS would
     # overflow, they are large only while they wait.
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
-    # above head dim 128 consumers need fewer registers: the collector keeps dS in them
+    # registers a thread; consumers of 64 keys need fewer, and the collector holds dS in what they leave
     CONSUMES: gl.constexpr = 208 if BLOCK_N == 128 else 200
     gl.warp_specialize([
         (consume, (
