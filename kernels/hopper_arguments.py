@@ -35,7 +35,8 @@ def forward_arguments(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
-        out=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else out,
+        out=out,
+        out_tiles=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else None,
         lse=lse,
         carry_out=carry_out,
         carry_lse=carry_lse,
@@ -51,7 +52,6 @@ def forward_arguments(
         group=group,
         together=min(num_sequences, heads_together(of_keys, group, many=documents)),
         DV=v_width,
-        STAGED=staged,
         **rules,
         **options,
     )

@@ -109,7 +109,7 @@ def attention_backward(
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
     last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, n) - 1, k_at), mask, b)
     begin, full, rest, end = tile_range(
-        first_lo, last_lo, first_hi, last_hi, q_at, 64, mask[1] is not None or mask[2] is not None
+        first_lo, last_lo, first_hi, last_hi, q_at, 0, 64, mask[1] is not None or mask[2] is not None
     )
     if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end

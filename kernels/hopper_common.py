@@ -1,4 +1,4 @@
-"""What the Hopper kernels are made of: barriers, the queue of tiles, tensors as the TMA reads them and what it must not."""
+"""What the Hopper kernels are made of: barriers and places, the order of work, tensors as the TMA reads them."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .mask import Mask
 from .segments import Segments, positions
-from .triton_common import aligned, keys_of, position, row_count, split_tile, tile_range
+from .triton_common import aligned, split_tile
 
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
@@ -75,28 +75,6 @@ def number(numbers, n):
 
 
 @gluon.jit
-def publish(queue, i, tile):
-    """Tells the consumers about the i-th query tile of this program: (any left?, batch, head, first row, key tiles)."""
-    next_tile, next_full, next_free = queue
-    place = wait_free(next_free, i, 2)
-    for n in gl.static_range(8):
-        next_tile.index(place * 8 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(next_full.index(place), count=1)
-
-
-@gluon.jit
-def receive(queue, i, IN_STEP: gl.constexpr):
-    next_tile, next_full, next_free = queue
-    place = wait_full(next_full, i, 2)
-    first = place * 8
-    more, b, h = number(next_tile, first), number(next_tile, first + 1), number(next_tile, first + 2)
-    row, begin = number(next_tile, first + 3), number(next_tile, first + 4)
-    full, rest, end = number(next_tile, first + 5), number(next_tile, first + 6), number(next_tile, first + 7)
-    arrive(next_free.index(place), IN_STEP)
-    return more, b, h, row, begin, full, rest, end
-
-
-@gluon.jit
 def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr):
     """Number of a piece of work → (sequence, which of its tiles).
 
@@ -114,21 +92,6 @@ def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr)
     index -= first_sequence * num_tiles
     num_together = gl.minimum(together, num_sequences - first_sequence)
     return first_sequence + index % num_together, first_turn + index // num_together
-
-
-@gluon.jit
-def whereabouts(index, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Number of a query tile → (batch, head, first row, key tiles: begin, full, rest, end)."""
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, _group, together = work
-    sequence, turn = in_turn(index, num_tiles, num_sequences, together, True)
-    tile = num_tiles - 1 - turn  # the last queries, which see most under a causal mask, first
-    b, h = sequence // num_heads, sequence % num_heads
-    n = row_count(q_at)
-    HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None
-    first_lo, first_hi = keys_of(position(gl.minimum(tile * ROWS, n - 1), q_at), mask, b)
-    last_lo, last_hi = keys_of(position(gl.minimum(tile * ROWS + ROWS, n) - 1, q_at), mask, b)
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
-    return b, h, tile * ROWS, begin, full, rest, end
 
 
 def fetchable(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ What is multiplied at the same time travels together: a slot of shared memory ho
 
 The grid is as large as the chip. A program takes a query tile, heaviest first, and when that is fetched the next one that
 nobody has (`taken` counts), so programs end together whatever the mask; the next tile's first product runs while the last
-tile is written. The producer works out where a tile is and what it sees, and leaves that in shared memory for the consumers.
+tile is written. The producer (hopper_fetch.py) works out where a tile is and what it sees, and leaves that in shared memory.
 """
 
 from functools import partial
@@ -17,29 +17,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .block import Again, Block, Carry
-from .compat import tma_load, tma_store
+from .compat import tma_store
 from .hopper_arguments import forward_arguments
-from .hopper_common import (
-    arrive,
-    barriers,
-    fetchable,
-    nth_tile,
-    publish,
-    receive,
-    wait_free,
-    wait_full,
-    whereabouts,
-    without_padding,
-)
+from .hopper_common import arrive, barriers, fetchable, nth_tile, wait_full, without_padding
+from .hopper_fetch import produce, receive
 from .hopper_softmax import LANES, follow, scale_rows, shrunk, weigh
 from .hopper_tiles import tiles_for
 from .launches import Known, Launch
@@ -60,20 +44,23 @@ from .triton_forward import forward_launches
 
 @gluon.jit(**ANY_SIZE)
 def attention_forward(
-    q, k, v, out, lse, carry_out, carry_lse, taken, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
+    q, k, v, out, out_tiles, lse, carry_out, carry_lse, taken,
+    out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together, scale, softcap,
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, STAGED: gl.constexpr,
-    IN_STEP: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v, and out if STAGED, are descriptors of (batch, head, row, column); blocks of q and out are 64 rows."""
+    """q, k, v and out_tiles are descriptors of (batch, head, row, column); blocks of q and out_tiles are 64 rows.
+
+    Without out_tiles, and where a document ends within a block, registers are written to out themselves.
+    """
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
     k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
-    o_tile = q_tile  # stands in where out is written straight from registers
-    if STAGED:
-        o_tile = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, 64, BLOCK_DV], out.layout)
-    next_tile = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    o_tile = q_tile  # stands in where there is none
+    if out_tiles is not None:
+        o_tile = gl.allocate_shared_memory(out_tiles.dtype, [CONSUMERS, 1, 1, 64, BLOCK_DV], out_tiles.layout)
+    next_tile = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … BLOCK_N - 1 in memory: as constants the compiler would keep them in registers that the loop needs
     columns = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns.store(gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0])))
@@ -85,68 +72,27 @@ def attention_forward(
     queue = (next_tile, next_full, next_free)
     work = (mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, together)
     memory = (
-        out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, scale, softcap,
+        out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
+        scale, softcap,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
-            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, STAGED, IN_STEP)),
-            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, STAGED, IN_STEP)),
-            (consume, (tiles, queue, work, memory, 2, DV, CONSUMERS, STAGED, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 0, DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 1, DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, memory, 2, DV, CONSUMERS, IN_STEP)),
             (produce, (q, k, v, tiles, queue, taken, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
 @gluon.jit
-def produce(
-    q, k, v, tiles, queue, taken, work,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """A slot holds what is multiplied at the same time: keys, and the values of the keys before."""
-    q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
-    total = work[3] * work[4]
-    slots = 0  # so far
-    i = 0
-    index = gl.program_id(0)
-    before_b, before_head, before_key = 0, 0, 0
-    while index < total:
-        b, h, row, begin, full, rest, end = whereabouts(index, work, CONSUMERS * 64, BLOCK_N)
-        publish(queue, i, (1, b, h, row, begin, full, rest, end))
-        kv_head = h // work[6]
-        for j in range(gl.maximum(end - begin, 1)):
-            key = nth_tile(j, begin, full, rest, end) * BLOCK_N
-            place = wait_free(kv_free, slots, STAGES)
-            if slots == 0:
-                mbarrier.expect(kv_full.index(place), k.block_type.nbytes)
-            else:
-                mbarrier.expect(kv_full.index(place), k.block_type.nbytes + v.block_type.nbytes)
-            tma_load(k, [b, kv_head, key, 0], kv_full.index(place), k_tile.index(place))
-            if slots > 0:
-                tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
-            before_b, before_head, before_key = b, kv_head, key
-            slots += 1
-            if j == 0:  # not earlier: the last query tile is not done before it has these values
-                q_place = wait_free(q_free, i, Q_STAGES)
-                mbarrier.expect(q_full.index(q_place), CONSUMERS * q.block_type.nbytes)
-                for c in gl.static_range(CONSUMERS):
-                    tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_place), q_tile.index(q_place * CONSUMERS + c))
-        index = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        i += 1
-    publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0))
-    place = wait_free(kv_free, slots, STAGES)
-    mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
-    tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
-
-
-@gluon.jit
 def consume(
-    tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGED: gl.constexpr,
-    IN_STEP: gl.constexpr,
+    tiles, queue, work, memory, ME: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
     STAGES: gl.constexpr = k_tile.shape[0]
@@ -155,7 +101,8 @@ def consume(
     BLOCK_DV: gl.constexpr = v_tile.shape[4]
     Q_STAGES: gl.constexpr = q_tile.shape[0] // CONSUMERS
     mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _together = work
-    scale, softcap = memory[8], memory[9]
+    scale, softcap = memory[9], memory[10]
+    DOCUMENTS: gl.constexpr = mask[2] is not None  # then a tile's last rows may be the next one's, and a program may have none
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -165,14 +112,16 @@ def consume(
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
-    more, b, h, first_row, begin, full, rest, end = receive(queue, i, IN_STEP)
-    row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
-    q_place = wait_full(q_full, i, Q_STAGES)
+    until, b, h, first_row, begin, full, rest, end, origin = receive(queue, i, DOCUMENTS, IN_STEP)
+    row, lo, hi = reach(first_row + ME * 64, origin, b, mask, q_at, k_at, ROWS)
+    if until != 0 if DOCUMENTS else True:
+        wait_full(q_full, i, Q_STAGES)
+    q_place = i
     place = wait_full(kv_full, slots, STAGES)
     s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(place), IN_STEP)
-    while more != 0:
+    while until != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
@@ -215,10 +164,10 @@ def consume(
         # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
         # whatever is there, and nobody reads them.
         i += 1
-        this_b, this_h, this_first, this_row = b, h, first_row + ME * 64, row
-        more, b, h, first_row, begin, full, rest, end = receive(queue, i, IN_STEP)
-        row, lo, hi = reach(first_row + ME * 64, b, mask, q_at, k_at, ROWS)
-        if more != 0:
+        this_b, this_h, this_first, this_row, this_until = b, h, first_row + ME * 64, row, until
+        until, b, h, first_row, begin, full, rest, end, origin = receive(queue, i, DOCUMENTS, IN_STEP)
+        row, lo, hi = reach(first_row + ME * 64, origin, b, mask, q_at, k_at, ROWS)
+        if until != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
         acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
@@ -226,34 +175,34 @@ def consume(
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
         finish(
-            acc, m, total, this_b, this_h, this_first, this_row, row_count(q_at), memory, o_tile.index(ME),
-            DV, BLOCK_DV, O_LAYOUT, STAGED,
+            acc, m, total, this_b, this_h, this_first, this_row, this_until, row_count(q_at), memory, o_tile.index(ME),
+            DOCUMENTS, DV, BLOCK_DV, O_LAYOUT,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(kv_free.index(place), IN_STEP)
 
-    if STAGED:
+    if memory[1] is not None:
         tma.store_wait(0)
 
 
 @gluon.jit
-def reach(first_row, b, mask, q_at, k_at, ROWS: gl.constexpr):
-    """64 rows, and the first and last row of k that each of them sees."""
+def reach(first_row, origin, b, mask, q_at, k_at, ROWS: gl.constexpr):
+    """64 rows, and the first and last row of k that each of them sees, counted from `origin`."""
     row = first_row + gl.arange(0, 64, ROWS)
     lo, hi = keys_of(position(row, q_at), mask, b)
-    return row, rows_below(lo, k_at), rows_below(hi + 1, k_at) - 1
+    return row, rows_below(lo, k_at) - origin, rows_below(hi + 1, k_at) - 1 - origin
 
 
 @gluon.jit
 def finish(
-    acc, m, total, b, h, first_row, row, num_rows, memory, o_tile,
-    DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr, STAGED: gl.constexpr,
+    acc, m, total, b, h, first_row, row, until, num_rows, memory, o_tile,
+    DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The carry joins, the softmax divides, out and lse are written."""
-    out, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides, _scale, _softcap = memory
+    """The carry joins, the softmax divides, rows before `until` of out and lse are written."""
+    out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides = memory[:9]
     b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    row_ok = row < num_rows
+    row_ok = row < (until if DOCUMENTS else num_rows)
     total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
     column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
@@ -281,14 +230,25 @@ def finish(
     stats = gl.where(empty, float("-inf"), stats)
     at = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
     gl.store(at + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok)
-    if STAGED:
-        tma.store_wait(0)
-        o_tile.reshape([64, BLOCK_DV]).store(acc.to(out.dtype))
-        fence_async_shared()
-        tma_store(out, [b, h, first_row, 0], o_tile)
+    out += b_wide * out_strides[0] + h_wide * out_strides[2]
+    if out_tiles is None:
+        gl.store(out + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+    elif DOCUMENTS:
+        if (first_row + 64 <= until) | (until == num_rows):
+            write(acc, out_tiles, b, h, first_row, o_tile, BLOCK_DV)
+        else:
+            gl.store(out + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
     else:
-        at = out + b_wide * out_strides[0] + h_wide * out_strides[2]
-        gl.store(at + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+        write(acc, out_tiles, b, h, first_row, o_tile, BLOCK_DV)
+
+
+@gluon.jit
+def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
+    """Through shared memory, when what was there has left. What lies behind the tensor's end goes nowhere."""
+    tma.store_wait(0)
+    o_tile.reshape([64, BLOCK_DV]).store(rows.to(out_tiles.dtype))
+    fence_async_shared()
+    tma_store(out_tiles, [b, h, first_row, 0], o_tile)
 
 
 @gluon.jit

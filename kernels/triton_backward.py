@@ -64,7 +64,7 @@ def attention_backward_dq(
     first_lo, first_hi = keys_of(position(tile * BLOCK_M, q_at), mask, b)
     last_lo, last_hi = keys_of(position(tl.minimum(tile * BLOCK_M + BLOCK_M, row_count(q_at)) - 1, q_at), mask, b)
     HEAD: tl.constexpr = mask[0] is not None or mask[2] is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, HEAD)
 
     row_ok = rows_of(row, q_at, mask, b)
     q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
@@ -140,7 +140,7 @@ def attention_backward_dkdv(
     first_lo, first_hi = queries_of(position(tile * BLOCK_N, k_at), mask, b)
     last_lo, last_hi = queries_of(position(tl.minimum(tile * BLOCK_N + BLOCK_N, row_count(k_at)) - 1, k_at), mask, b)
     HEAD: tl.constexpr = mask[1] is not None or mask[2] is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, BLOCK_M, HEAD)
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, 0, BLOCK_M, HEAD)
 
     key_ok = rows_of(key, k_at, mask, b)
     k_tile = load_tile(k + head_offset(b, kv_head, k_strides), key, k_strides, key_ok, D, BLOCK_D)

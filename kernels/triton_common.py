@@ -113,17 +113,18 @@ def queries_of(p, mask, b):
 
 
 @triton.jit
-def tile_range(first_lo, last_lo, first_hi, last_hi, at, BLOCK: tl.constexpr, HEAD: tl.constexpr):
+def tile_range(first_lo, last_lo, first_hi, last_hi, at, first_row, BLOCK: tl.constexpr, HEAD: tl.constexpr):
     """Tiles [begin, full) and [rest, end) need the compare, tiles [full, rest) are seen whole.
 
     first_lo … last_hi bound the intervals of a tile's first and last row. Without HEAD nothing is masked at the low end.
+    Tiles are counted from first_row, before which nothing is seen.
     """
-    begin = rows_below(first_lo, at) // BLOCK
-    end = tl.maximum(tl.cdiv(rows_below(last_hi + 1, at), BLOCK), begin)
+    begin = (rows_below(first_lo, at) - first_row) // BLOCK
+    end = tl.maximum(tl.cdiv(rows_below(last_hi + 1, at) - first_row, BLOCK), begin)
     full = begin
     if HEAD:
-        full = tl.minimum(tl.cdiv(rows_below(last_lo, at), BLOCK), end)
-    rest = tl.maximum(tl.minimum(rows_below(first_hi + 1, at) // BLOCK, end), full)
+        full = tl.minimum(tl.cdiv(rows_below(last_lo, at) - first_row, BLOCK), end)
+    rest = tl.maximum(tl.minimum((rows_below(first_hi + 1, at) - first_row) // BLOCK, end), full)
     return begin, full, rest, end
 
 

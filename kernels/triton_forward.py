@@ -65,7 +65,7 @@ def attention_forward(
     first_lo, first_hi = keys_of(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
     last_lo, last_hi = keys_of(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
     HEAD: tl.constexpr = mask[0] is not None or mask[2] is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, BLOCK_N, HEAD)
+    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, HEAD)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -2,16 +2,21 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels import hopper_common
+from kernels import Mask, hopper_common, hopper_fetch
 from kernels.hopper_arguments import descriptor, heads_together
 from kernels.hopper_common import fetchable
 from kernels.hopper_dq import apart
+from kernels.triton_common import mask_argument
+
+from .emulator.machine import Machine
+from .emulator.values import Numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -89,6 +94,40 @@ def test_tiles_are_given_out_once_and_heaviest_first(
             assert turns == sorted(turns)
         apart = [sequence for sequence, turn in order[-num_sequences:] if turn == num_tiles - 1]
         assert not last_apart or apart == list(range(num_sequences))
+
+
+@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize(
+    "lengths",
+    [(7001, 913, 4520, 2847, 1103), (1000,), (128, 384, 512), (1, 1, 1, 300, 2, 127, 129, 5, 64), (3,) * 100, (0,)],
+    ids=str,
+)
+def test_tiles_of_queries_begin_where_documents_do(lengths: tuple[int, ...], rows: int) -> None:
+    """Every row has one tile; a document's own tiles see no other, and of their keys' tiles only the last needs the compare."""
+    mask, total, keys = Mask.from_lengths(lengths, causal=True), sum(lengths), 128
+    at, num_tiles = (0, 1, total, None, None, None), -(-total // rows)
+    machine = Machine(seed=0, programs=1, instead={})
+    piece, what_is_seen = machine.meant(hopper_fetch.piece), machine.meant(hopper_fetch.what_is_seen)
+    tiles = {}
+
+    def look_up(work: Any) -> None:
+        for index in range(num_tiles):
+            b, _, row, behind = piece(Numbers(torch.tensor(index)), work, rows)
+            while row < behind:
+                until, *seen = what_is_seen(b, row, behind, work, rows, keys)
+                tiles[int(row)] = tuple(int(x) for x in (until, *seen))
+                row = until
+
+    machine.run(look_up, dict(work=(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
+    ends = sorted(until for until, *_ in tiles.values())
+    assert [0, *ends] == [*sorted(tiles), total]
+    assert all(row < until <= row + rows for row, (until, *_) in tiles.items())
+    first = 0
+    for length in lengths:
+        for row in range(first, first + length - rows + 1, rows) if length >= 2 * rows else ():
+            last_key = -(-(row + rows - first) // keys)
+            assert tiles[row] == (row + rows, first, 0, 0, (row + 1 - first) // keys, last_key)
+        first += length
 
 
 def test_heads_go_together_in_whole_groups() -> None:
