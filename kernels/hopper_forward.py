@@ -107,8 +107,10 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
     OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
     gl.static_assert(STAGES > 1 or not OVERLAP, "a slot is waited for while another is still in use")
+    HOLDS_Q: gl.constexpr = OVERLAP and BLOCK_D == 128 and UNMASKED  # in registers, which were measured to be worth it there alone
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
@@ -118,15 +120,18 @@ def consume(
         wait_full(q_full, i, Q_STAGES)
     q_place = i
     place = wait_full(kv_full, slots, STAGES)
-    s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+    q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
+    s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(place), IN_STEP)
+    if HOLDS_Q:
+        arrive(q_free.index(q_place), IN_STEP)
     while until != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
-        q_mine = q_tile.index(q_place * CONSUMERS + ME)
-
+        if not HOLDS_Q:  # not carried from tile to tile: that changes what the compiler makes of all of this
+            q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, False)
         tile = nth_tile(0, begin, full, rest, end)
         before_m = m
         s, factor, m, shift, grown = follow(s, m, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
@@ -160,7 +165,8 @@ def consume(
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
             if not OVERLAP:
                 place = wait_full(kv_full, slots, STAGES)
-        arrive(q_free.index(q_place), IN_STEP)
+        if not HOLDS_Q:
+            arrive(q_free.index(q_place), IN_STEP)
         # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
         # whatever is there, and nobody reads them.
         i += 1
@@ -170,8 +176,9 @@ def consume(
         if until != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
+        q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
         acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-        s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+        s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
         finish(
@@ -180,6 +187,8 @@ def consume(
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(kv_free.index(place), IN_STEP)
+        if HOLDS_Q:
+            arrive(q_free.index(q_place), IN_STEP)
 
     if memory[1] is not None:
         tma.store_wait(0)
@@ -253,8 +262,16 @@ def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
 
 @gluon.jit
 def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
-    return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_mine, k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def queries(q_mine, BLOCK_D: gl.constexpr, S_LAYOUT: gl.constexpr, HELD: gl.constexpr):
+    """Where scores' product reads them: shared memory or, HELD, a copy in registers."""
+    if HELD:
+        return q_mine.reshape([64, BLOCK_D]).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        return q_mine.reshape([64, BLOCK_D])
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:

@@ -33,20 +33,24 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d192-128": (192, 128, torch.bfloat16, 8, 2, {}),
     "d128-ring": (128, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
+    "d128-full": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask())),
     "d128-ordered": (128, 128, torch.bfloat16, 8, 2, dict(deterministic=True)),
     "d128-dropout": (128, 128, torch.float16, 8, 8, dict(dropout=0.1)),
 }
 EVERYWHERE = ("d128-causal", "d64-causal")
-ON_HOPPER = tuple(name for name in CONFIGURATIONS if name != "d128-ordered")  # portable kernels are always ordered
-GLUON = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap", "d128-ordered")
+ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ("d128-full", "d128-ordered"))  # portable ones as causal
+# in Gluon without a mask only the forward is another kernel, and in order only the backward
+GLUON_FORWARD = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap", "d128-full")
+GLUON_BACKWARD = (*GLUON_FORWARD[:-1], "d128-ordered")
+GLUON = (*GLUON_FORWARD, "d128-ordered")
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
 NAMED = [
     f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
 ]
 NAMED += [f"{chip}/{name}/sum_and_cast" for chip in CHIPS for name in EVERYWHERE]
-NAMED += [f"hopper/{name}/attention_forward" for name in GLUON]
-NAMED += [f"hopper/{name}/attention_backward" for name in GLUON]
+NAMED += [f"hopper/{name}/attention_forward" for name in GLUON_FORWARD]
+NAMED += [f"hopper/{name}/attention_backward" for name in GLUON_BACKWARD]
 # Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
 # ones that do not spill (d64, d128, d256), or hold more than any tile leaves room for.
 MAY_SPILL = {
@@ -90,6 +94,7 @@ SPILL_MORE = {
         "hopper/d128-ring/attention_forward": 80,
         "hopper/d192-128/attention_forward": 24,
         "hopper/d128-softcap/attention_forward": 32,
+        "hopper/d128-full/attention_forward": 16,
         "hopper/d128-causal/attention_backward": 48,
         "hopper/d128-ordered/attention_backward": 64,
         "hopper/d128-ring/attention_backward": 56,
@@ -194,12 +199,15 @@ def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:
         os.environ["RINGSPAN_CHIP"] = chip
         for name in GLUON if group == "hopper" else ON_HOPPER if chip == "sm_90" else EVERYWHERE:
             for launch in launches(name, group == "hopper"):
+                kernel = f"{group}/{name}/{launch.kernel.fn.__name__}"
+                if kernel not in NAMED:
+                    continue
                 try:
                     result = asdict(compat.compile_ahead(launch, chip))
                     result["ahead"] = goes_ahead(result.pop("ptx"))
                 except Exception as error:  # anything that a compiler can throw; the others are still worth knowing
                     result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-                results[f"{group}/{name}/{launch.kernel.fn.__name__}"] = result
+                results[kernel] = result
     return results
 
 
