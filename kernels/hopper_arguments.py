@@ -21,8 +21,8 @@ CACHE = 16 * 2**20
 
 
 def forward_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None,
-    mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_tiles: Tensor, lse: Tensor, carry_out: Tensor | None,
+    carry_lse: Tensor | None, mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
 ) -> Arguments:  # fmt: skip
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
@@ -36,7 +36,7 @@ def forward_arguments(
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
         out=out,
-        out_tiles=descriptor(out, q_rows, WARPGROUP_ROWS, block_dv) if staged else None,
+        out_tiles=descriptor(out_tiles, q_rows, WARPGROUP_ROWS, block_dv) if staged else None,
         lse=lse,
         carry_out=carry_out,
         carry_lse=carry_lse,

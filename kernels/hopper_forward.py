@@ -110,7 +110,6 @@ def consume(
     UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
     OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
     gl.static_assert(STAGES > 1 or not OVERLAP, "a slot is waited for while another is still in use")
-    HOLDS_Q: gl.constexpr = OVERLAP and BLOCK_D == 128 and UNMASKED  # in registers, which were measured to be worth it there alone
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     slots = 0  # so far
@@ -120,18 +119,15 @@ def consume(
         wait_full(q_full, i, Q_STAGES)
     q_place = i
     place = wait_full(kv_full, slots, STAGES)
-    q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
-    s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+    s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(place), IN_STEP)
-    if HOLDS_Q:
-        arrive(q_free.index(q_place), IN_STEP)
     while until != 0:
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
-        if not HOLDS_Q:  # not carried from tile to tile: that changes what the compiler makes of all of this
-            q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, False)
+        q_mine = q_tile.index(q_place * CONSUMERS + ME)
+
         tile = nth_tile(0, begin, full, rest, end)
         before_m = m
         s, factor, m, shift, grown = follow(s, m, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
@@ -145,7 +141,7 @@ def consume(
             acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             tile = nth_tile(j, begin, full, rest, end)
-            split = j < num_split
+            split = j < num_split if not UNMASKED else False  # a last tile of few keys was the first to be worked on
             before_m = m
             s, factor, m, shift, grown = follow(s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
             before = place
@@ -165,8 +161,7 @@ def consume(
             weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
             if not OVERLAP:
                 place = wait_full(kv_full, slots, STAGES)
-        if not HOLDS_Q:
-            arrive(q_free.index(q_place), IN_STEP)
+        arrive(q_free.index(q_place), IN_STEP)
         # The last product with v, and already the next query tile's first scores. Behind the last tile these are scores of
         # whatever is there, and nobody reads them.
         i += 1
@@ -176,9 +171,8 @@ def consume(
         if until != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
-        q_mine = queries(q_tile.index(q_place * CONSUMERS + ME), BLOCK_D, S_LAYOUT, HOLDS_Q)
         acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-        s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
+        s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
         finish(
@@ -187,8 +181,6 @@ def consume(
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(kv_free.index(place), IN_STEP)
-        if HOLDS_Q:
-            arrive(q_free.index(q_place), IN_STEP)
 
     if memory[1] is not None:
         tma.store_wait(0)
@@ -262,16 +254,8 @@ def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
 
 @gluon.jit
 def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    return warpgroup_mma(q_mine, k_tile.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def queries(q_mine, BLOCK_D: gl.constexpr, S_LAYOUT: gl.constexpr, HELD: gl.constexpr):
-    """Where scores' product reads them: shared memory or, HELD, a copy in registers."""
-    if HELD:
-        return q_mine.reshape([64, BLOCK_D]).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    else:
-        return q_mine.reshape([64, BLOCK_D])
+    q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
+    return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
@@ -296,5 +280,5 @@ def tensors_of(
     q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, carry: Carry | None, out: Tensor, lse: Tensor
 ) -> dict[str, Any]:
     carry_out, carry_lse = carry or (None, None)
-    tensors = dict(q=q, k=k, v=v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    tensors = dict(q=q, k=k, v=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     return tensors | dict(mask=mask_argument(bounds), taken=torch.zeros((), dtype=torch.int32, device=q.device))

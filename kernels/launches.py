@@ -43,7 +43,8 @@ class Launch:
     """A kernel and what it is to work on: run it, or compile it ahead of time without a GPU.
 
     make(**tensors, **rules) gives the arguments; it must look at nothing else. A tensor whose name an argument bears is that
-    argument, or what that descriptor describes; tuples of numbers and tensors count as tensors.
+    argument, or what that descriptor describes, unless the argument is None; tuples of numbers and tensors count as tensors.
+    No other argument may hold a tensor: it would be the same one in all later launches.
 
     It runs once: memory that a kernel counts in is among the tensors, and only new memory begins at 0.
     """
@@ -55,7 +56,12 @@ class Launch:
     ran: bool = False
 
     def worked_out(self) -> Arguments:
-        return self.make(**self.tensors, **self.rules)
+        programs, given = self.make(**self.tensors, **self.rules)
+        strangers = [name for name, x in given.items() if _has_memory(x) and self.tensors.get(name) is None]
+        assert not strangers, (
+            f"no tensor is named as these arguments are, so later launches would be given this one's: {strangers}"
+        )
+        return programs, given
 
     def __call__(self) -> Known | None:
         """What is known of it from now on, for callers that know by themselves when a launch looks like this one."""
@@ -77,7 +83,7 @@ class Launch:
         if len(_known) >= REMEMBERED:
             _known.clear()
         names = self.kernel.arg_names
-        own = [(index, name) for index, name in enumerate(names) if self.tensors.get(name) is not None]
+        own = [(i, name) for i, name in enumerate(names) if self.tensors.get(name) is not None and given[name] is not None]
         for _, name in own:  # to remember it is not to keep its memory
             given[name] = _of(given[name], None)
         known = _known[looks] = Known(compiled, programs, device, [given[name] for name in names], own)
@@ -94,6 +100,12 @@ def _looks(given: Iterable[Any]) -> list[Any]:
         else x
         for x in given
     ]
+
+
+def _has_memory(argument: Any) -> bool:
+    if isinstance(argument, tuple):
+        return any(_has_memory(x) for x in argument)
+    return isinstance(argument, Tensor | TensorDescriptor)
 
 
 def _of(argument: Any, own: Any) -> Any:

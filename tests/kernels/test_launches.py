@@ -70,6 +70,29 @@ def test_one_like_before_takes_its_own_tensors(kernel: Kernel) -> None:
     assert given[0] is y and given[1] == 8 and given[2] is pair and given[3] == 0.5
 
 
+def test_an_argument_left_out_stays_out(kernel: Kernel) -> None:
+    def leave_out(x: Tensor, y: Tensor, pair: tuple[Any, ...], factor: float) -> Arguments:
+        programs, given = make(x, y, pair, factor)
+        return programs, given | dict(y=None)
+
+    for _ in range(2):
+        Launch(kernel, leave_out, dict(x=tensor(), y=tensor(5), pair=(3, None)), dict(factor=0.5))()
+    [(_, (_, given, *_))] = kernel.compiled[0].calls
+    assert given is None
+
+
+@pytest.mark.parametrize(
+    "stranger", [tensor(), descriptor(tensor(), 8, 64, 64), (1, tensor())], ids=["tensor", "descriptor", "pair"]
+)
+def test_a_tensor_that_later_launches_could_not_replace_is_found(stranger: Any, kernel: Kernel) -> None:
+    def smuggle(x: Tensor, y: None, pair: tuple[Any, ...], factor: float) -> Arguments:
+        programs, given = make(x, y, pair, factor)
+        return programs, given | dict(y=stranger)
+
+    with pytest.raises(AssertionError, match=r"no tensor is named as .*\['y'\]"):
+        Launch(kernel, smuggle, dict(x=tensor(), y=None, pair=(3, None)), dict(factor=0.5))()
+
+
 def test_the_same_tensor_twice_is_no_other_launch(kernel: Kernel) -> None:
     x = tensor()
     launched(kernel, x, x)
