@@ -1,4 +1,4 @@
-"""The party of Hopper's forward that fetches queries, keys and values, and what it tells the consumers (see hopper_forward.py).
+"""The party of Hopper's forward that fetches queries, keys and values, and tells consumers which (see hopper_forward.py).
 
 A program's work comes in pieces of as many rows as a tile of queries has. With documents, tiles begin where one does, and
 every so many rows behind: one that began in the document before would see all of that too. So there a piece begins at the
@@ -22,7 +22,7 @@ def produce(
     _q_tile, _k_tile, v_tile, _o_tile, _q_full, _q_free, kv_full, kv_free, _columns = tiles
     total = work[3] * work[4]
     i = 0
-    sent = (0, 0, 0, 0)  # slots so far; of the last one's keys: sequence, head, first row
+    sent = (0, 0, 0, 0)  # slots so far; of the last one's keys: batch, head, first row
     index = gl.program_id(0)
     while index < total:
         b, h, row, behind = piece(index, work, CONSUMERS * 64)
@@ -30,7 +30,7 @@ def produce(
             while row < behind:
                 row, sent = fetch(q, k, v, tiles, queue, work, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)
                 i += 1
-        else:
+        else:  # a piece is a tile, and a loop around it took longer
             _, sent = fetch(q, k, v, tiles, queue, work, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)
             i += 1
         index = gl.num_programs(0) + gl.atomic_add(taken, 1)
@@ -88,10 +88,10 @@ def piece(index, work, ROWS: gl.constexpr):
 
 @gluon.jit
 def border(row, b, mask, q_at, ROWS: gl.constexpr):
-    """The first border from `row` on; `row` itself where it is padding, or where there are no documents."""
+    """The first border from `row` on; `row` itself where no document is: in padding, or before or behind all documents."""
     if mask[2] is not None:
         first, last = document(position(row, q_at), mask, b)
-        begin, end = rows_below(first, q_at), rows_below(last + 1, q_at)
+        begin, end = gl.minimum(rows_below(first, q_at), row), rows_below(last + 1, q_at)
         return gl.maximum(gl.minimum(begin + gl.cdiv(row - begin, ROWS) * ROWS, end), row)
     else:
         return row
@@ -125,7 +125,7 @@ def publish(queue, i, tile):
 
 @gluon.jit
 def receive(queue, i, DOCUMENTS: gl.constexpr, IN_STEP: gl.constexpr):
-    """(row behind the tile, 0 if there is none; batch, head, first row; tiles of keys, and the row where the first begins)"""
+    """To a consumer: (row behind the tile, 0 if there is none; batch, head, first row; tiles of keys, and their first row)."""
     next_tile, next_full, next_free = queue
     place = wait_full(next_full, i, 2)
     at = place * 16

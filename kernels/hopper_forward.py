@@ -52,7 +52,8 @@ def attention_forward(
 ):  # fmt: skip
     """q, k, v and out_tiles are descriptors of (batch, head, row, column); blocks of q and out_tiles are 64 rows.
 
-    Without out_tiles, and where a document ends within a block, registers are written to out themselves.
+    Without out_tiles, and where a tile ends within a block, registers are written to out themselves. num_tiles is that of the
+    pieces that work comes in (hopper_fetch.py).
     """
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
     k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
@@ -115,7 +116,7 @@ def consume(
     slots = 0  # so far
     until, b, h, first_row, begin, full, rest, end, origin = receive(queue, i, DOCUMENTS, IN_STEP)
     row, lo, hi = reach(first_row + ME * 64, origin, b, mask, q_at, k_at, ROWS)
-    if until != 0 if DOCUMENTS else True:
+    if (until != 0) if DOCUMENTS else True:
         wait_full(q_full, i, Q_STAGES)
     q_place = i
     place = wait_full(kv_full, slots, STAGES)
@@ -199,7 +200,8 @@ def finish(
     acc, m, total, b, h, first_row, row, until, num_rows, memory, o_tile,
     DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The carry joins, the softmax divides, rows before `until` of out and lse are written."""
+    """The carry joins, the softmax divides, out and lse are written: rows before `until` which, without DOCUMENTS, is num_rows
+    or behind this tile."""
     out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides = memory[:9]
     b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)

@@ -57,10 +57,8 @@ class Launch:
 
     def worked_out(self) -> Arguments:
         programs, given = self.make(**self.tensors, **self.rules)
-        strangers = [name for name, x in given.items() if _has_memory(x) and self.tensors.get(name) is None]
-        assert not strangers, (
-            f"no tensor is named as these arguments are, so later launches would be given this one's: {strangers}"
-        )
+        strangers = [name for name, x in given.items() if _has_memory(x) and _described(x) is not self.tensors.get(name)]
+        assert not strangers, f"not the tensors of these names, so later launches would be given others: {strangers}"
         return programs, given
 
     def __call__(self) -> Known | None:
@@ -106,6 +104,10 @@ def _has_memory(argument: Any) -> bool:
     if isinstance(argument, tuple):
         return any(_has_memory(x) for x in argument)
     return isinstance(argument, Tensor | TensorDescriptor)
+
+
+def _described(argument: Any) -> Any:
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
 def _of(argument: Any, own: Any) -> Any:

@@ -93,6 +93,22 @@ def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torc
         assert_close(many, one, dtype, 5e-6)
 
 
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("first", [-4, 20 - 4], ids=["before", "behind"])
+def test_queries_outside_all_documents_see_nothing(first: int, backend: str, dtype: torch.dtype, device: str) -> None:
+    mask, at = Mask(documents=torch.zeros(20, dtype=torch.int64)), ([(first, 1, 10)], whole(20))
+    (q, *_), (_, k, v, _) = inputs(dtype, device, 10), inputs(dtype, device, 20)
+    into = torch.full_like(q, 7), torch.full((2, 4, 10), 7, dtype=accumulation_dtype(dtype), device=device)
+    block_forward(q, k, v, mask, *at, backend=backend, into=into)
+    inside = slice(4, None) if first < 0 else slice(4)
+    wanted, wanted_lse = torch.zeros_like(q), torch.full_like(into[1], float("-inf"))
+    wanted[:, inside], wanted_lse[:, :, inside] = block_forward(
+        q[:, inside].contiguous(), k, v, Mask(), [(0, 1, 6 if first < 0 else 4)], whole(20), backend="reference"
+    )
+    assert_close(into[0], wanted, dtype, 2e-6)
+    assert_close(into[1], wanted_lse, dtype, 2e-6)
+
+
 SHARDS = {  # the rows of a rank: contiguous, zigzag, striped, and lists that no kernel takes at once
     "contiguous": [(32, 1, 32)],
     "zigzag": [(16, 1, 16), (64, 1, 16)],
