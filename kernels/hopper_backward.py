@@ -28,19 +28,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .block import Again, Block, Gradients
 from .compat import tma_load
 from .hopper_arguments import backward_arguments
-from .hopper_common import (
-    barriers,
-    fetchable,
-    in_turn,
-    without_padding,
-)
+from .hopper_common import barriers, fetchable, in_turn, without_padding
 from .hopper_dq import collect
 from .hopper_keys import share_keys
 from .hopper_queries import produce

@@ -14,6 +14,12 @@ from .triton_common import aligned, split_tile
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a warpgroup's threads hold its rows of a product."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
 def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
     """NUM pairs: "full", which takes all writers, and "free", which takes all readers; for `arrive_each` these are threads."""

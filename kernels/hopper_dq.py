@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .compat import barrier, tma_add, with_layout
-from .hopper_common import arrive_each, number, wait_full
+from .hopper_common import arrive_each, number, product_layout, wait_full
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def collect(
     """
     kv_full, _between, full_at, free_at, ds_full, ds_free = flags
     turns, _stride, turn, _before_end = taking_turns
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    LAYOUT: gl.constexpr = product_layout(64)
     HOLDS_DS: gl.constexpr = BLOCK_N == 64
     PARTS: gl.constexpr = BLOCK_D // 64
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)

@@ -117,7 +117,7 @@ def what_is_seen(b, row, behind, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
 def publish(queue, i, tile):
     """Tells the consumers about the i-th tile of queries of this program, in nine numbers."""
     next_tile, next_full, next_free = queue
-    place = wait_free(next_free, i, 2)
+    place = wait_free(next_free, i, 2)  # of two, of sixteen numbers each
     for n in gl.static_range(9):
         next_tile.index(place * 16 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(next_full.index(place), count=1)

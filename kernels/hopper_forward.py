@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .block import Again, Block, Carry
 from .compat import tma_store
 from .hopper_arguments import forward_arguments
-from .hopper_common import arrive, barriers, fetchable, nth_tile, wait_full, without_padding
+from .hopper_common import arrive, barriers, fetchable, nth_tile, product_layout, wait_full, without_padding
 from .hopper_fetch import produce, receive
 from .hopper_softmax import LANES, follow, scale_rows, shrunk, weigh
 from .hopper_tiles import tiles_for
@@ -104,8 +104,8 @@ def consume(
     mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _together = work
     scale, softcap = memory[9], memory[10]
     DOCUMENTS: gl.constexpr = mask[2] is not None  # then a tile's last rows may be the next one's, and a program may have none
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    S_LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
@@ -200,12 +200,11 @@ def finish(
     acc, m, total, b, h, first_row, row, until, num_rows, memory, o_tile,
     DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The carry joins, the softmax divides, out and lse are written: rows before `until` which, without DOCUMENTS, is num_rows
-    or behind this tile."""
+    """The carry joins, the softmax divides, rows of out and lse are written: those before `until`."""
     out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides = memory[:9]
     b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    row_ok = row < (until if DOCUMENTS else num_rows)
+    row_ok = row < (until if DOCUMENTS else num_rows)  # the same rows; but `until` everywhere compiles to other code, not timed
     total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
     column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))

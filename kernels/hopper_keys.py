@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .compat import PAIRS_GO_THROUGH_BRANCHES, tma_store
-from .hopper_common import arrive_each, number, wait_free, wait_full
+from .hopper_common import arrive_each, number, product_layout, wait_free, wait_full
 from .triton_common import EVERYWHERE, exponents, position, queries_of, row_count
 
 
@@ -28,9 +28,9 @@ def share_keys(
     b, kv_head, first_key, begin, end = keys
     dk_to, dv_to, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    S_LAYOUT: gl.constexpr = product_layout(64)
+    K_LAYOUT: gl.constexpr = product_layout(BLOCK_D)
+    V_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     LEAVES_OUT: gl.constexpr = TIGHT

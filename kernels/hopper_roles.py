@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import arrive_each, number, wait_free, wait_full
+from .hopper_common import arrive_each, number, product_layout, wait_free, wait_full
 from .hopper_keys import hand_on, minus_thirds, product, write
 from .triton_common import EVERYWHERE, exponents, position, queries_of, row_count
 
@@ -29,9 +29,9 @@ def weigh(
     mask, q_at, k_at, scale, softcap = options
     WIDTH: gl.constexpr = BLOCK_D // 2
     WIDTH_V: gl.constexpr = BLOCK_DV // 2
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH_V, 16])
+    S_LAYOUT: gl.constexpr = product_layout(64)
+    K_LAYOUT: gl.constexpr = product_layout(WIDTH)
+    V_LAYOUT: gl.constexpr = product_layout(WIDTH_V)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DTYPE: gl.constexpr = q_tile.dtype
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
@@ -106,9 +106,9 @@ def derive(
     _mask, _q_at, k_at, scale, softcap = options
     WIDTH: gl.constexpr = BLOCK_D // 2
     WIDTH_V: gl.constexpr = BLOCK_DV // 2
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH_V, 16])
+    S_LAYOUT: gl.constexpr = product_layout(64)
+    K_LAYOUT: gl.constexpr = product_layout(WIDTH)
+    V_LAYOUT: gl.constexpr = product_layout(WIDTH_V)
     DTYPE: gl.constexpr = q_tile.dtype
     HANDED: gl.constexpr = 1 if softcap is None else 2  # tiles for each of queries
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
