@@ -24,7 +24,7 @@ from .compat import tma_store
 from .hopper_arguments import forward_arguments
 from .hopper_common import arrive, barriers, fetchable, nth_tile, product_layout, wait_full, without_padding
 from .hopper_fetch import produce, receive
-from .hopper_softmax import LANES, follow, scale_rows, shrunk, weigh
+from .hopper_softmax import LANES, NOTHING, as_operand, hide, scale_rows, take_weights
 from .hopper_tiles import tiles_for
 from .launches import Known, Launch
 from .mask import Bounds
@@ -106,7 +106,6 @@ def consume(
     DOCUMENTS: gl.constexpr = mask[2] is not None  # then a tile's last rows may be the next one's, and a program may have none
     S_LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
     OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
@@ -124,42 +123,37 @@ def consume(
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(place), IN_STEP)
     while until != 0:
-        m = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = gl.full([64, 4], 0.0, gl.float32, LANES)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         q_mine = q_tile.index(q_place * CONSUMERS + ME)
 
         tile = nth_tile(0, begin, full, rest, end)
-        before_m = m
-        s, factor, m, shift, grown = follow(s, m, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
-        p, total, _shrink = weigh(s, factor, shift, total, before_m, grown)
-        weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
+        s, factor = hide(s, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
+        reference = gl.full([64, 4], NOTHING, gl.float32, LANES)
+        weights, reference, total, _shrink, _late = take_weights(s, factor, reference, v_tile.dtype, True)
         slots += 1
         place = wait_full(kv_full, slots, STAGES)
         num_split = full - begin + end - rest
         for j in range(1, end - begin):
             s = scores(q_mine, k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
-            acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+            acc = weighted(weights, v_tile.index(place), acc)
             s = warpgroup_mma_wait(1, deps=(s,))
             tile = nth_tile(j, begin, full, rest, end)
             split = j < num_split if not UNMASKED else False  # a last tile of few keys was the first to be worked on
-            before_m = m
-            s, factor, m, shift, grown = follow(s, m, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N, OVERLAP)
+            s, factor = hide(s, tile, split, lo, hi, mask, columns, scale, softcap, BLOCK_N)
             before = place
             slots += 1
             if OVERLAP:
-                p, total, shrink = weigh(s, factor, shift, total, before_m, grown)
+                new, reference, part, shrink, late = take_weights(s, factor, reference, v_tile.dtype, False)
                 # Behind the branch that waiting for a slot is, the compiler leaves the next line's wait where it stands;
                 # else it would move it to before the softmax, which is to run while the product with v does.
                 place = wait_full(kv_full, slots, STAGES)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             arrive(kv_free.index(before), IN_STEP)
-            if OVERLAP:
-                acc = scale_rows(acc, shrink)
-            else:  # weights in 16 bits have registers now, so they are made while the exponentials are
-                acc = scale_rows(acc, shrunk(before_m, shift, grown))
-                p, total, _shrink = weigh(s, factor, shift, total, before_m, grown)
-            weights = gl.convert_layout(p.to(v_tile.dtype), WEIGHTS)
+            if not OVERLAP:  # the last weights' registers are free now
+                new, reference, part, shrink, late = take_weights(s, factor, reference, v_tile.dtype, False)
+            acc = scale_rows(acc, shrink, late)
+            total = total * shrink + part
+            weights = new
             if not OVERLAP:
                 place = wait_full(kv_full, slots, STAGES)
         arrive(q_free.index(q_place), IN_STEP)
@@ -172,12 +166,12 @@ def consume(
         if until != 0:
             wait_full(q_full, i, Q_STAGES)
         q_place = i % Q_STAGES
-        acc = warpgroup_mma(weights, v_tile.index(place).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+        acc = weighted(weights, v_tile.index(place), acc)
         s = scores(q_tile.index(q_place * CONSUMERS + ME), k_tile.index(place), no_scores, BLOCK_D, BLOCK_N)
         acc = warpgroup_mma_wait(1, deps=(acc,))
 
         finish(
-            acc, m, total, this_b, this_h, this_first, this_row, this_until, row_count(q_at), memory, o_tile.index(ME),
+            acc, reference, total, this_b, this_h, this_first, this_row, this_until, row_count(q_at), memory, o_tile.index(ME),
             DOCUMENTS, DV, BLOCK_DV, O_LAYOUT,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -197,7 +191,7 @@ def reach(first_row, origin, b, mask, q_at, k_at, ROWS: gl.constexpr):
 
 @gluon.jit
 def finish(
-    acc, m, total, b, h, first_row, row, until, num_rows, memory, o_tile,
+    acc, reference, total, b, h, first_row, row, until, num_rows, memory, o_tile,
     DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The carry joins, the softmax divides, rows of out and lse are written: those before `until`."""
@@ -206,6 +200,8 @@ def finish(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_ok = row < (until if DOCUMENTS else num_rows)  # the same rows; but `until` everywhere compiles to other code, not timed
     total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
+    m = gl.convert_layout(gl.max(reference, 1), row.type.layout, assert_trivial=True)
+    m = gl.where(m == NOTHING, float("-inf"), m)
     before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
     column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
@@ -257,6 +253,15 @@ def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
 def scores(q_mine, k_tile, no_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
     q_mine, k_tile = q_mine.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
     return warpgroup_mma(q_mine, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weighted(weights, v_tile, acc):
+    """acc and a product with v."""
+    v_tile = v_tile.reshape([v_tile.shape[2], v_tile.shape[3]])
+    return warpgroup_mma(
+        as_operand(weights, v_tile.dtype, gl.DotOperandLayout(0, acc.type.layout, 2)), v_tile, acc, is_async=True
+    )
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:

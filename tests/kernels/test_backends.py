@@ -60,3 +60,34 @@ SIXTEEN_BIT = [
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sweep_in_16_bits(case: Case, dtype: str, device: str, poisoned_memory: None) -> None:
     check_case(case, "triton", DTYPES[dtype], device)
+
+
+def grow(q: torch.Tensor, k: torch.Tensor, first: float, last: float) -> None:
+    k *= torch.linspace(first, last, k.shape[1], device=k.device)[None, :, None, None]
+
+
+SCORES = {  # what becomes of q and k
+    "growing": lambda q, k: grow(q, k, 0.1, 20),
+    "falling": lambda q, k: grow(q, k, 20, 0.1),
+    "one far above": lambda q, k: k[:, k.shape[1] // 2].mul_(60),
+    "far below 0": lambda q, k: (q.abs_(), k.abs_().mul_(-5)),
+    "huge": lambda q, k: k.mul_(1000),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize(
+    "backend, width",
+    [*(pytest.param("hopper", width, marks=pytest.mark.hopper) for width in (64, 128, 256)), ("triton", 64), ("chunked", 64)],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_scores_of_any_size(scores: str, backend: str, width: int, dtype: str, device: str, poisoned_memory: None) -> None:
+    """A softmax that follows the maximum, or does not follow it till it has to, gives the same."""
+    masks = [dict(), dict(causal=True), dict(causal=True, window=90), dict(causal=True, documents=(0,) * 150 + (1,) * 150)]
+    for mask in masks if backend == "hopper" else masks[1:2]:
+        case = Case(scores, rows=300, width=width, heads=(1, 1), **mask)
+        given = case.tensors(DTYPES[dtype], device)
+        SCORES[scores](given["q"], given["k"])
+        out, lse = attention(given["q"], given["k"], given["v"], case.mask(device), return_lse=True, backend=backend)
+        truth, low = (dense(case, given, precision) for precision in (torch.float64, DTYPES[dtype]))
+        assert_close(dict(out=out, lse=lse), *({name: x[name] for name in ("out", "lse")} for x in (truth, low)), DTYPES[dtype])

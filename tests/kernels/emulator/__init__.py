@@ -9,8 +9,9 @@ shared memory until it is waited for. What is read in a way that a GPU does not 
     memory that threads wrote and the tensor cores or the TMA read, without a fence of the writer's between.
 
 A party's warps meet where Triton has them meet, which tests/kernels/ahead.py looks for in what it compiles. Two things are told
-anew here: `scale_rows`, which is PTX, and the order in which dq is stored. What only a compiler or a GPU can tell is left out:
-layouts, registers, speed, a warp's threads that are apart, and whether an arrival comes behind its thread's own loads.
+anew here: how the forward takes weights, which is PTX, and the order in which dq is stored. What only a compiler or a GPU can
+tell is left out: layouts, registers, speed, a warp's threads that are apart, and whether an arrival comes behind its thread's
+own loads.
 """
 
 import itertools

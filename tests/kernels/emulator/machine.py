@@ -10,6 +10,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
+from kernels.hopper_softmax import LIMIT, NOTHING
+
 from .language import Language
 from .memory import Barrier, CopyOut, Meeting, Memory, Program, Warp
 from .parties import Parties
@@ -18,6 +20,22 @@ from .values import Descriptor, Numbers, Pointer, Product
 
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.to_come = count
+
+
+def take_weights(s: Numbers, factor: Any, reference: Numbers, dtype: torch.dtype, first: bool) -> tuple[Numbers, ...]:
+    """As kernels/hopper_softmax.py, a row at a time."""
+    scores, before = (s * factor).tensor, reference.tensor[:, :1]
+    assert not first or (before == NOTHING.value).all()
+
+    def parts(weights: Tensor) -> Tensor:
+        return weights.reshape(64, -1, 4, 2).sum((1, 3))
+
+    too_large = (parts(torch.exp2(scores - before)) > LIMIT.value).any(1, keepdim=True)
+    maximum = torch.maximum(before, scores.amax(1, keepdim=True))
+    after = torch.where(too_large | (before == NOTHING.value), maximum, before)
+    weights, shrink = torch.exp2(scores - after), torch.exp2(before - after)
+    found = weights.to(dtype), after.expand(-1, 4), parts(weights), shrink.expand(-1, 4), (after != before).expand(-1, 4)
+    return tuple(Numbers(x) for x in found)
 
 
 class Machine:
@@ -43,7 +61,10 @@ class Machine:
             warpgroup_mma_wait=self.wait_for_products,
             barrier=self.meet,
             with_layout=lambda memory, _layout: Memory(self.parties, memory.tensor, odd_rows_apart=True),
-            scale_rows=lambda acc, factor: acc * factor[:, None],  # whose source is PTX
+            # whose source is PTX
+            take_weights=take_weights,
+            as_operand=lambda weights, dtype, _layout: weights,
+            scale_rows=lambda acc, shrink, late: acc * shrink[:, :1],
         )
         self.functions: dict[Any, Callable[..., Any]] = {}
         self.meanings |= {name: self.meant(value) for name, value in instead.items()}
