@@ -50,7 +50,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        together=min(num_sequences, heads_together(of_keys, group, many=documents)),
+        together=min(num_sequences, heads_together(mask, of_keys, group, many=documents)),
         DV=v_width,
         **rules,
         **options,
@@ -59,7 +59,8 @@ def forward_arguments(
 
 
 def backward_arguments(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor, dk: Tensor, dk_tiles: Tensor, dv: Tensor, dv_tiles: Tensor,
     turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **rules: Any,
 ) -> Arguments:  # fmt: skip
     batch, q_rows, heads, width = q.shape
@@ -70,8 +71,10 @@ def backward_arguments(
     # through shared memory, dk through a place of q or dout: where there is room, and what is written replaces what was there
     staged = GRADIENTS_LEAVE_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
+    # but not 64 rows among which another document begins; unless programs take turns tiles begin where documents do
+    in_rows = not staged or (mask[2] is not None and turns is None)
     if turns is None:
-        together = heads_together(q_rows * group * (2 * q.element_size() + 4) * width, 1, many=True)
+        together = heads_together(mask, q_rows * group * (2 * q.element_size() + 4) * width, 1, many=True)
     else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
         together = num_sequences
     given = dict(
@@ -84,8 +87,10 @@ def backward_arguments(
         delta=delta,
         turns=turns,
         mask=mask,
-        dk=descriptor(dk, k_rows, 64, block_d) if staged else dk,
-        dv=descriptor(dv, k_rows, 64, block_dv) if staged else dv,
+        dk=dk if in_rows else None,
+        dk_tiles=descriptor(dk_tiles, k_rows, 64, block_d) if staged else None,
+        dv=dv if in_rows else None,
+        dv_tiles=descriptor(dv_tiles, k_rows, 64, block_dv) if staged else None,
         lse_strides=lse.stride(),
         delta_strides=delta.stride(),
         dk_strides=dk.stride()[:3],
@@ -99,7 +104,6 @@ def backward_arguments(
         DV=v_width,
         GROUP=group,
         ADD=accumulate is True,
-        STAGED=staged,
         **rules,
         **options,
     )
@@ -115,12 +119,15 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
 
 
-def heads_together(streamed: int, group: int, many: bool) -> int:
+def heads_together(mask: tuple[Any, ...], streamed: int, group: int, many: bool) -> int:
     """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
 
     But not fewer than two; and `many` where more were faster though they do not all fit: in a backward, and in a forward with
     documents, of which each reads only its own. With two, the last heads' longest tiles begin when nothing else is left to do.
+    Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
     """
+    if mask[:3] == (None, None, None):
+        return group
     return group * max(8 if many else 2, CACHE // max(1, streamed))
 
 

@@ -11,6 +11,9 @@ work beside each other and wait for nothing but each other's tiles in shared mem
 What passes through shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
 key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
 
+With documents a program's 128 keys begin where one does, or some multiple of 128 behind: a piece of work is what is between two
+such borders (hopper_common.py). That is one tile of keys, or two, one after the other, or none.
+
 Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
 so that one's products run beside the other's exponentials. (Neither at small head dims, where scores run a tile ahead.) Above
 head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and of dk and dv a consumer has half of the
@@ -33,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .block import Again, Block, Gradients
 from .compat import tma_load
 from .hopper_arguments import backward_arguments
-from .hopper_common import barriers, fetchable, in_turn, without_padding
+from .hopper_common import barriers, border, fetchable, first_of_two, forget, in_turn, without_padding
 from .hopper_dq import collect
 from .hopper_keys import share_keys
 from .hopper_queries import produce
@@ -44,6 +47,7 @@ from .mask import Bounds
 from .triton_backward import add_up
 from .triton_common import (
     ANY_SIZE,
+    document,
     mask_argument,
     position,
     queries_of,
@@ -56,13 +60,18 @@ from .triton_common import (
 
 @gluon.jit(**ANY_SIZE)
 def attention_backward(
-    dout, q, k, v, dq, lse, delta, dk, dv, turns, lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
+    dout, q, k, v, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
+    lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
-    TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
+    TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """dout, q, k, v and dq, and dk and dv if STAGED, are descriptors of (batch, head, row, column)."""
+    """dout, q, k, v, dq, dk_tiles and dv_tiles are descriptors of (batch, head, row, column).
+
+    Without dk_tiles and dv_tiles, and where a tile ends within 64 rows, registers are written to dk and dv themselves; where
+    neither is so these are left out.
+    """
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [BLOCK_N // 64, 1, 1, 64, BLOCK_DV], v.layout)
     q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
@@ -79,32 +88,77 @@ def attention_backward(
     rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in memory: as constants they would take registers that the loop needs
     rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full, _kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
+    # Apart only where dk and dv leave through shared memory: elsewhere registers are short, and this is arithmetic with them.
+    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, dk_tiles is not None)
+    first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
+    b, kv_head = sequence // num_heads, sequence % num_heads
+    inputs = (dout, q, k, v, lse, delta, lse_strides, delta_strides)
+    outputs = (dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
+    memory = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, facts, rows)
+    taking_turns = (turns, turns_strides, turn)
+    options = (mask, q_at, k_at, scale, softcap)
+    # Not with 64 keys: there the parties would spill in their loops.
+    FROM_DOCUMENTS: gl.constexpr = mask[2] is not None and turns is None and BLOCK_N == 128
+    if FROM_DOCUMENTS:
+        behind = gl.minimum(border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
+        first_key = border(first_key, b, mask, k_at, BLOCK_N)
+        while first_key < behind:
+            until = first_of_two(first_key, behind, BLOCK_N)
+            work_on(
+                inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, until,
+                D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
+            )  # fmt: skip
+            first_key = until
+    else:
+        work_on(
+            inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, row_count(k_at),
+            D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def work_on(
+    inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, until,
+    D: gl.constexpr, DV: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    FROM_DOCUMENTS: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys, those before `until`, with all queries that see some of them."""
+    dout, q, k, v, lse, delta, lse_strides, delta_strides = inputs
+    dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides = outputs
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, facts, rows = memory
+    mask, q_at, k_at, scale, softcap = options
+    BLOCK_N: gl.constexpr = k_tile.shape[3]
+    BLOCK_D: gl.constexpr = k_tile.shape[4]
+    BLOCK_DV: gl.constexpr = v_tile.shape[4]
+    STAGES: gl.constexpr = q_tile.shape[0]
+    DS_STAGES: gl.constexpr = ds_tile.shape[0]
+    DQ_STAGES: gl.constexpr = dq_tile.shape[0]
+    DQ_WIDTH: gl.constexpr = dq_tile.shape[4]
+    kv_full, kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
     # From consumer to consumer: whose turn it is with scores or, above head dim 128, what has been handed over, and taken. Each
     # in memory of its own: of the same, Triton would stop a warpgroup between wait and arrival.
-    between_0, _ = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
-    between_1, _ = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
+    between_0, free_0 = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
+    between_1, free_1 = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
     between = (between_0, between_1)
     full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
     ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
     flags = (kv_full, between, full_at, free_at, ds_full, ds_free)
 
-    # Apart only where dk and dv leave through shared memory: elsewhere registers are short, and this is arithmetic with them.
-    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, STAGED)
-    first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
-    b, kv_head = sequence // num_heads, sequence % num_heads
     # on their way while the tiles of queries are looked up
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // 64 * v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
     for half in gl.static_range(BLOCK_N // 64):
         tma_load(v, [b, kv_head, first_key + half * 64, 0], kv_full.index(0), v_tile.index(half))
-    n = row_count(k_at)
     first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
-    last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, n) - 1, k_at), mask, b)
+    last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, until) - 1, k_at), mask, b)
+    origin = 0  # where the first tile of queries begins
+    if FROM_DOCUMENTS:
+        first, _ = document(position(first_key, k_at), mask, b)
+        origin = rows_below(first, q_at)
     begin, full, rest, end = tile_range(
-        first_lo, last_lo, first_hi, last_hi, q_at, 0, 64, mask[1] is not None or mask[2] is not None
+        first_lo, last_lo, first_hi, last_hi, q_at, origin, 64, mask[1] is not None or mask[2] is not None
     )
-    if first_key + BLOCK_N > n:  # behind the last key lse has nothing to say: every tile needs the compare
+    if first_key + BLOCK_N > until:  # behind the last key lse has nothing to say: every tile needs the compare
         full = end
         rest = end
     LEAVES_OUT: gl.constexpr = TIGHT and BLOCK_N == 128
@@ -113,15 +167,15 @@ def attention_backward(
         _, lower_hi = queries_of(position(first_key + 63, k_at), mask, b)
         upper_lo, _ = queries_of(position(first_key + 64, k_at), mask, b)
         borders = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
+    turns, turns_strides, turn = taking_turns
     taking_turns = (None, None, None, None)  # or: whose turn, its stride of heads, ours, rows that the one before sees
     if turns is not None:
         _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
         before_end = gl.where(turn > 0, rows_below(before_hi + 1, q_at), 0)
         taking_turns = (turns + b.to(gl.int64) * turns_strides[0], turns_strides[1], turn, before_end)
     consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows)
-    keys = (b, kv_head, first_key, begin, end)
-    gradients = (dk, dv, dk_strides, dv_strides)
-    options = (mask, q_at, k_at, scale, softcap)
+    keys = (b, kv_head, first_key, until, begin, end)
+    gradients = (dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
     statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, row_count(q_at), scale, softcap)
     # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
     # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded. (A weight of
@@ -133,11 +187,11 @@ def attention_backward(
     gl.warp_specialize([
         (consume, (
             consumed, flags, keys, gradients, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (consume, (
             consumed, flags, keys, gradients, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (collect, (
             dq, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
@@ -145,9 +199,15 @@ def attention_backward(
         )),
         (produce, (
             q, dout, q_tile, dout_tile, statistics, flags,
-            b, kv_head, begin, full, rest, end, borders, STAGES, BIAS, GROUP,
+            b, kv_head, origin, begin, full, rest, end, borders, STAGES, BIAS, GROUP,
         )),
     ], [4, 4, 1], [CONSUMES, 72 + 2 * (208 - CONSUMES), 24])  # fmt: skip
+    if FROM_DOCUMENTS:  # barriers are made anew for another tile
+        forget(kv_full, kv_free)
+        forget(between_0, free_0)
+        forget(between_1, free_1)
+        forget(full_at, free_at)
+        forget(ds_full, ds_free)
 
 
 @gluon.jit
@@ -155,12 +215,12 @@ def consume(
     tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr, STAGED: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     if BLOCK_N == 128:
         share_keys(
             tiles, flags, keys, gradients, options, ME,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD, STAGED,
+            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )  # fmt: skip
     elif ME == 0:
         weigh(tiles, flags, keys, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD)
@@ -207,4 +267,5 @@ def again(known: Known, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor,
 
 
 def tensors_of(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
-    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **gradients._asdict())
+    own = gradients._asdict() | dict(dk_tiles=gradients.dk, dv_tiles=gradients.dv)
+    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **own)

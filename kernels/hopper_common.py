@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .mask import Mask
 from .segments import Segments, positions
-from .triton_common import aligned, split_tile
+from .triton_common import aligned, document, position, rows_below, split_tile
 
 WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
 
@@ -29,6 +29,15 @@ def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(i), count=WRITERS)
         mbarrier.init(free.index(i), count=READERS)
     return full, free
+
+
+@gluon.jit
+def forget(full, free):
+    """So that their memory can hold other barriers."""
+    NUM: gl.constexpr = full.shape[0]
+    for i in gl.static_range(NUM):
+        mbarrier.invalidate(full.index(i))
+        mbarrier.invalidate(free.index(i))
 
 
 @gluon.jit
@@ -98,6 +107,23 @@ def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr)
     index -= first_sequence * num_tiles
     num_together = gl.minimum(together, num_sequences - first_sequence)
     return first_sequence + index % num_together, first_turn + index // num_together
+
+
+@gluon.jit
+def border(row, b, mask, at, ROWS: gl.constexpr):
+    """The first border from `row` on; `row` itself where no document is: in padding, or before or behind all documents."""
+    if mask[2] is not None:
+        first, last = document(position(row, at), mask, b)
+        begin, end = gl.minimum(rows_below(first, at), row), rows_below(last + 1, at)
+        return gl.maximum(gl.minimum(begin + gl.cdiv(row - begin, ROWS) * ROWS, end), row)
+    else:
+        return row
+
+
+@gluon.jit
+def first_of_two(row, behind, ROWS: gl.constexpr):
+    """Where a piece's next tile ends. Of two tiles the second has all its rows; as a rule it is where a document begins."""
+    return gl.where(behind - row > ROWS, behind - ROWS, behind)
 
 
 def fetchable(x: Tensor) -> Tensor:

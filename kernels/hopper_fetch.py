@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import tma_load
-from .hopper_common import arrive, in_turn, nth_tile, number, wait_free, wait_full
+from .hopper_common import arrive, border, first_of_two, in_turn, nth_tile, number, wait_free, wait_full
 from .triton_common import document, keys_of, position, row_count, rows_below, tile_range
 
 
@@ -87,23 +87,12 @@ def piece(index, work, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def border(row, b, mask, q_at, ROWS: gl.constexpr):
-    """The first border from `row` on; `row` itself where no document is: in padding, or before or behind all documents."""
-    if mask[2] is not None:
-        first, last = document(position(row, q_at), mask, b)
-        begin, end = gl.minimum(rows_below(first, q_at), row), rows_below(last + 1, q_at)
-        return gl.maximum(gl.minimum(begin + gl.cdiv(row - begin, ROWS) * ROWS, end), row)
-    else:
-        return row
-
-
-@gluon.jit
 def what_is_seen(b, row, behind, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """A piece's next tile of queries → (row behind it; row where the first tile of keys begins; tiles of keys that it sees)."""
     mask, q_at, k_at = work[0], work[1], work[2]
     until, origin = behind, 0
-    if mask[2] is not None:  # of two tiles the second has all its rows; as a rule it is where a document begins
-        until = gl.where(behind - row > ROWS, behind - ROWS, behind)
+    if mask[2] is not None:
+        until = first_of_two(row, behind, ROWS)
         first, _ = document(position(row, q_at), mask, b)
         origin = rows_below(first, k_at)
     HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None

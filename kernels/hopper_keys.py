@@ -20,13 +20,13 @@ def share_keys(
     tiles, flags, keys, gradients, options, ME: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
-    ADD: gl.constexpr, STAGED: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """64 of 128 keys: both their weights and these' gradients."""
     k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
     kv_full, between, full_at, free_at, ds_full, ds_free = flags
-    b, kv_head, first_key, begin, end = keys
-    dk_to, dv_to, dk_strides, dv_strides = gradients
+    b, kv_head, first_key, until, begin, end = keys
+    dk_to, dk_tiles, dv_to, dv_tiles, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     S_LAYOUT: gl.constexpr = product_layout(64)
     K_LAYOUT: gl.constexpr = product_layout(BLOCK_D)
@@ -42,7 +42,7 @@ def share_keys(
     dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
     key = first_key + FIRST + gl.arange(0, 64, KEYS)
     lo, hi = queries_of(position(key, k_at), mask, b)
-    key_ok = key < row_count(k_at)
+    key_ok = key < until
     hi = gl.where(key_ok, hi, -EVERYWHERE)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
@@ -131,22 +131,35 @@ def share_keys(
             ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
             hand_on(ds_full.index(ds_place))
         arrive_each(free_at.index(place))
-    if STAGED:
-        # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
-        # other consumer's scores, if they run a tile ahead, are then of whatever is there, and dropped.)
-        v_mine = v_tile.index(ME)
-        v_mine.reshape([64, BLOCK_DV]).store((dv * 2.0**-BIAS).to(q_tile.dtype))
-        fence_async_shared()
-        tma_store(dv_to, [b, kv_head, first_key + ME * 64, 0], v_mine)
-        place = wait_free(free_at, steps, STAGES)
-        free = q_tile.index(place) if ME == 0 else dout_tile.index(place)
-        free.reshape([64, BLOCK_D]).store((dk * (scale * 2.0**-BIAS)).to(q_tile.dtype))
-        fence_async_shared()
-        tma_store(dk_to, [b, kv_head, first_key + ME * 64, 0], free)
-        tma.store_wait(0)
-    else:
-        write(dk * (scale * 2.0**-BIAS), dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
-        write(dv * 2.0**-BIAS, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+    dk *= scale * 2.0**-BIAS
+    dv *= 2.0**-BIAS
+    if dk_tiles is None:
+        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
+        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+    elif ((first_key + FIRST + 64 <= until) | (until == row_count(k_at))) if dk_to is not None else True:
+        send(dk, dv, dk_tiles, dv_tiles, tiles, free_at, [b, kv_head, first_key + FIRST, 0], steps, ME)
+    else:  # another document begins among these rows
+        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
+        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+
+
+@gluon.jit
+def send(dk, dv, dk_tiles, dv_tiles, tiles, free_at, at, steps, ME: gl.constexpr):
+    """dk and dv to memory, through places that nobody needs any more."""
+    _k_tile, v_tile, q_tile, dout_tile, _ds_tile, _stats, _lse_tile, _facts, _rows = tiles
+    STAGES: gl.constexpr = q_tile.shape[0]
+    # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
+    # other consumer's scores, if they run a tile ahead, are then of whatever is there, and dropped.)
+    v_mine = v_tile.index(ME)
+    v_mine.reshape([64, dv.shape[1]]).store(dv.to(q_tile.dtype))
+    fence_async_shared()
+    tma_store(dv_tiles, at, v_mine)
+    place = wait_free(free_at, steps, STAGES)
+    free = q_tile.index(place) if ME == 0 else dout_tile.index(place)
+    free.reshape([64, dk.shape[1]]).store(dk.to(q_tile.dtype))
+    fence_async_shared()
+    tma_store(dk_tiles, at, free)
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from .triton_common import LOG2E
 
 @gluon.jit
 def produce(
-    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, begin, full, rest, end, borders,
+    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, origin, begin, full, rest, end, borders,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
@@ -29,7 +29,7 @@ def produce(
     column = gl.arange(0, 16, gl.SliceLayout(0, STATS))[None, :]
     for i in range(GROUP * num):
         h = kv_head * GROUP + i // num
-        row = nth_tile(i % num, begin, full, rest, end) * 64
+        row = origin + nth_tile(i % num, begin, full, rest, end) * 64
         at = row + gl.arange(0, 64, ROWS)
         place = wait_free(free_at, i, STAGES)
         mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)

@@ -24,8 +24,8 @@ def weigh(
     """Scores and weights, and of dk and dv the left columns."""
     k_tile, _v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
     kv_full, between, full_at, free_at, ds_full, ds_free = flags
-    b, kv_head, first_key, begin, end = keys
-    dk_to, dv_to, dk_strides, dv_strides = gradients
+    b, kv_head, first_key, _until, begin, end = keys
+    dk_to, _dk_tiles, dv_to, _dv_tiles, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     WIDTH: gl.constexpr = BLOCK_D // 2
     WIDTH_V: gl.constexpr = BLOCK_DV // 2
@@ -101,8 +101,8 @@ def derive(
     """Gradients of weights and dS, and of dk and dv the right columns."""
     _k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, _lse_tile, _facts, _rows = tiles
     kv_full, between, full_at, free_at, ds_full, _ds_free = flags
-    b, kv_head, first_key, begin, end = keys
-    dk_to, dv_to, dk_strides, dv_strides = gradients
+    b, kv_head, first_key, _until, begin, end = keys
+    dk_to, _dk_tiles, dv_to, _dv_tiles, dk_strides, dv_strides = gradients
     _mask, _q_at, k_at, scale, softcap = options
     WIDTH: gl.constexpr = BLOCK_D // 2
     WIDTH_V: gl.constexpr = BLOCK_DV // 2

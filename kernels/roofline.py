@@ -160,7 +160,9 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
     from . import hopper_tiles, triton_tiles  # here, because they need Triton and a list of shapes does not
     from .hopper_arguments import heads_together
     from .hopper_common import WARPGROUP_ROWS
+    from .triton_common import mask_argument
 
+    mask = mask_argument(mask_of(shape).bounds())
     q = torch.empty((1, 1, 1, shape.head_dim), dtype=torch.bfloat16, device="meta")
     group, at, fp32 = shape.heads // shape.kv_heads, Sizes.of(shape, size), 4 / size
     num_groups, hopper = shape.batch * shape.kv_heads, backend == "hopper"
@@ -169,7 +171,7 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
 
     def streamed(rows: int, keys: int, width: int, each: float, least: float, of_group: float) -> Stream:
         """`width` rows of every pair of tiles, `each` bytes a row."""
-        heads = min(num_groups, heads_together(int(of_group), 1, many)) if hopper else num_groups
+        heads = min(num_groups, heads_together(mask, int(of_group), 1, many)) if hopper else num_groups
         loads = shape.batch * shape.heads * tile_pairs(shape, rows, keys) * width * each
         return Stream(loads, least, heads * of_group * alive, heads)
 
@@ -190,12 +192,11 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
         return Work(products(2, rows, keys), (once(2 * at.q + at.stats), kv))
     if hopper:
         rows, keys = WARPGROUP_ROWS, hopper_tiles.tiles_for("backward", q, q)["BLOCK_N"]
-        number = 5 if keys == 2 * WARPGROUP_ROWS else 7  # of 64 keys both consumers work out scores and their gradients
         of_group = shape.length * group * (2 * size + 4) * shape.head_dim
         queries = streamed(rows, keys, rows, q_row, 2 * at.q + 2 * at.stats, of_group)
         # an addition in memory reads and writes; before it dq is filled with zeros, after it read and rounded
         adds = streamed(rows, keys, rows, 2 * 4 * shape.head_dim, 2 * fp32 * at.q, of_group)
-        return Work(products(number, rows, keys), (delta, queries, adds, once(2 * fp32 * at.q + at.q), once(4 * at.k)))
+        return Work(products(5, rows, keys), (delta, queries, adds, once(2 * fp32 * at.q + at.q), once(4 * at.k)))
     rows, keys = _portable(triton_tiles.HOPPER, "dq", shape)
     kv = streamed(rows, keys, keys, kv_row, 2 * at.k, of_keys)
     flops = products(3, rows, keys)

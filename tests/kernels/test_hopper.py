@@ -131,5 +131,7 @@ def test_tiles_of_queries_begin_where_documents_do(lengths: tuple[int, ...], row
 
 
 def test_heads_go_together_in_whole_groups() -> None:
-    assert heads_together(2**30, 1, many=False) == 2 and heads_together(2**30, 4, many=False) == 8
-    assert heads_together(2**30, 1, many=True) == 8 and heads_together(2**18, 1, many=True) == 64
+    causal, full = mask_argument(Mask(causal=True).bounds()), mask_argument(Mask().bounds())
+    assert heads_together(causal, 2**30, 1, many=False) == 2 and heads_together(causal, 2**30, 4, many=False) == 8
+    assert heads_together(causal, 2**30, 1, many=True) == 8 and heads_together(causal, 2**18, 1, many=True) == 64
+    assert heads_together(full, 2**18, 4, many=False) == 4 and heads_together(full, 2**30, 1, many=True) == 1

@@ -107,7 +107,7 @@ class Language:
             frames = [sys._getframe(1), sys._getframe(2)]
             where = " of ".join(f"{Path(frame.f_code.co_filename).stem}:{frame.f_lineno}" for frame in frames)
             ring = [Barrier(f"{where}[{i}]") for i in range(shape[0])]
-            return types.SimpleNamespace(index=lambda i: ring[int(i)])
+            return types.SimpleNamespace(index=lambda i: ring[int(i)], shape=shape)
         if dtype.is_floating_point:
             return Memory(self.machine.parties, torch.full(shape, float("nan"), dtype=dtype))
         return Memory(self.machine.parties, torch.randint(-(2**31), 2**31, shape, dtype=dtype, generator=self.machine.garbage))

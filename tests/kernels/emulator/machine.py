@@ -49,7 +49,12 @@ class Machine:
             gl=language,
             tl=language,
             mbarrier=types.SimpleNamespace(
-                MBarrierLayout=lambda: Barrier, init=init, expect=self.expect, arrive=self.arrive, wait=self.wait
+                MBarrierLayout=lambda: Barrier,
+                init=init,
+                expect=self.expect,
+                arrive=self.arrive,
+                wait=self.wait,
+                invalidate=Barrier.forget,
             ),
             async_copy=types.SimpleNamespace(mbarrier_arrive=self.arrive_each),
             tma=types.SimpleNamespace(store_wait=self.wait_until_read),

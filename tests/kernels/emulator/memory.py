@@ -24,6 +24,10 @@ class Barrier:
         assert self.to_come >= 0, f"more than {self.count} arrive at {self.name}"
         self.settle()
 
+    def forget(self) -> None:
+        assert self.bytes == 0, f"a copy is still to arrive at {self.name}, which is given up"
+        self.to_come = 0  # nobody may arrive any more
+
     def settle(self) -> None:
         if self.to_come == 0 and self.bytes == 0:
             self.phase, self.to_come = self.phase ^ 1, self.count
