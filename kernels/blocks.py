@@ -59,7 +59,7 @@ def choose_backend(
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
     obstacles = {"triton": _triton_obstacle(q, v)}
-    obstacles["hopper"] = obstacles["triton"] or _hopper_obstacle(q, scale, dropout)
+    obstacles["hopper"] = _hopper_obstacle(q, scale, dropout) or obstacles["triton"]
     if obstacle := obstacles.get(name):
         instead = "chunked" if obstacles["triton"] else "triton"
         raise ValueError(f"backend={name!r} {obstacle}: use backend={instead!r}, or 'auto' to let the inputs decide")
@@ -182,7 +182,8 @@ def output_delta(
             delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
     if mask is not None and mask.has_padding:
         lo, hi = mask.interval(positions(whole(out.shape[1]) if q_at is None else q_at, out.device))
-        delta[:, :, : lo.shape[-1]].masked_fill_((lo > hi).reshape(-1, 1, lo.shape[-1]), 0)
+        padding = lo > hi  # (rows,) or (B, rows)
+        delta[:, :, : lo.shape[-1]].masked_fill_(padding[:, None] if padding.ndim == 2 else padding, 0)
     if dlse is not None:
         check_like("dlse", dlse, delta.shape, delta.dtype, delta.device)
     return delta if dlse is None else delta.sub_(dlse)

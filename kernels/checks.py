@@ -143,8 +143,9 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, accum
     check_like("lse", gradients.lse, stats, acc, q.device)
     check_like("delta", gradients.delta, stats, acc, q.device)
     for name, grad, like in (("dq", gradients.dq, q), ("dk", gradients.dk, k), ("dv", gradients.dv, v)):
-        if grad.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(grad.shape)}; it must be {tuple(like.shape)}")
+        if grad.shape != like.shape or grad.device != like.device or not grad.is_floating_point():
+            is_now = f"{grad.dtype} {tuple(grad.shape)} on {grad.device}"
+            raise ValueError(f"{name} is {is_now}; it must be floats of shape {tuple(like.shape)} on {like.device}")
         check_columns(name, grad)
         if accumulate and grad.dtype != acc:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")

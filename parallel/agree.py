@@ -1,7 +1,7 @@
 """Ranks compare what they were given before the first hop, because a message of the wrong size hangs or corrupts.
 
-It costs a small collective, so it is done for the first three calls on a group, for as long as the trainer says that it is
-in its first three steps, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which
+It costs a small collective, so it is done for the first three calls on a group, in the first three steps of a trainer's
+process, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which
 would otherwise wait for it.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import progress
+from . import progress, roll
 from .groups import by_name, timeout_of
 
 FIRST = 3
@@ -49,8 +49,8 @@ def _due(name: str, first: int) -> bool:
         _calls[name] = group, Counter()
     count = _calls[name][1]
     count[first] += 1  # each kind of call has its own count
-    step = progress.training_step()
-    early = count[first] <= first or (step is not None and step < FIRST)
+    steps = progress.steps_done()
+    early = count[first] <= first or (steps is not None and steps < FIRST)
     return early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 
@@ -59,9 +59,10 @@ def _exchange(
 ) -> tuple[list[int], list[tuple[Description | None, str | None]]]:
     group = by_name(name)
     answers: list[Any] = [None] * group.size()
+    missing = roll.arrive(group)
     progress.wait(
         lambda: dist.all_gather_object(answers, (mine, trouble), group=group),
-        "all ranks, to compare shapes",
+        lambda: f"{missing()}, to compare shapes",
         timeout_of(group, device).total_seconds(),
     )
     return dist.get_process_group_ranks(group), answers

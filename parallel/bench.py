@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from kernels.blocks import BACKENDS
 from kernels.measure import DTYPES, ROOT, WRONG, attempt, machine, slug
+from kernels.plots import pyplot
 
 from .layout import KINDS
 from .mesh import Mesh
@@ -182,7 +183,7 @@ def _spread(name: str, values: list[float]) -> Row:
 def report(setting: Setting, rows: list[Row], ranks: int) -> str:
     lines = [
         f"\n{setting.name}: {setting.tokens} tokens on each of {ranks} ranks; TFLOP/s per rank",
-        f"  {'':<28}{'forward':>9}{'both':>9}{'share of alone (spread)':>26}{'peak GiB':>10}{'error':>10}",
+        f"  {'':<28}{'forward':>11}{'both':>11}{'share of alone (spread)':>26}{'peak GiB':>10}{'error':>10}",
     ]
     for row in rows:
         if row["status"] != "ok":
@@ -191,7 +192,7 @@ def report(setting: Setting, rows: list[Row], ranks: int) -> str:
         share = (
             f"{row['both_share']:.1%} ({row['both_share_min']:.1%}-{row['both_share_max']:.1%})" if "both_share" in row else ""
         )
-        line = f"  {row['name']:<28}{row['forward_tflops']:>9.4g}{row['both_tflops']:>9.4g}{share:>26}"
+        line = f"  {row['name']:<28}{row['forward_tflops']:>11.4g}{row['both_tflops']:>11.4g}{share:>26}"
         line += f"{row['peak_gib']:>10.2f}" if "peak_gib" in row else f"{'-':>10}"
         lines.append(line + (f"{row['error']:>10.1e}" if row.get("error") is not None else ""))
     return "\n".join(lines)
@@ -250,6 +251,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(table)}")
     if args.trace is not None and (args.json is not None or args.save is not None):
         parser.error("--trace draws a picture and measures nothing: call it again without --trace for --json or --save")
+    if args.trace is not None:
+        try:
+            pyplot()  # better told now than after the ranks have met
+        except ImportError as error:
+            parser.error(str(error))
     if args.json is not None and not args.json.parent.is_dir():
         parser.error(f"{args.json.parent} is no folder: make it first")
     mine = not dist.is_initialized()

@@ -67,6 +67,10 @@ class Beside:
     def done(self) -> Transfer:
         return self.waiting_for(self.mark())
 
+    def join(self) -> None:
+        """The current stream waits for what was given here so far."""
+        self.done()()
+
     def waiting_for(self, event: torch.cuda.Event | None) -> Transfer:
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 

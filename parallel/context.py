@@ -16,12 +16,12 @@ from kernels import Mask, attention
 from kernels.attention import cast_for_autocast
 from kernels.checks import check_qkv, check_sinks, check_tangents
 
-from .agree import refuse
+from .agree import FIRST, refuse
 from .layout import Layout
 from .mesh import Mesh
 from .op import ring_attention
 from .transport import TRANSPORTS
-from .ulysses import EXCHANGES, check_heads, repeat_heads, to_heads, to_tokens
+from .ulysses import EXCHANGES, check_heads, to_heads, to_tokens
 
 
 def context_attention(
@@ -43,14 +43,14 @@ def context_attention(
     transport: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`kernels.attention` of a sequence that mesh.context_size ranks share; see `ring_attention` for what that asks for."""
-    for name, value, kind in (("layout", layout, Layout), ("mesh", mesh, Mesh)):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name} must be a parallel.{kind.__name__}, not {type(value).__name__}")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a parallel.Mesh, not {type(mesh).__name__}")
     size, ulysses = (1, 1) if mesh is None else (mesh.context_size, mesh.ulysses)
-    if layout is not None and (layout.ranks, layout.ulysses) != (size, ulysses):
-        raise ValueError(f"{layout} does not fit ring · ulysses = {size}: make it with mesh.layout(kind, length)")
+    try:
+        _check_place(layout, size, ulysses, transport)
+    except ValueError as error:
+        _tell(mesh, q, error)
+        raise
     options: dict[str, Any] = dict(
         scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
     )
@@ -58,8 +58,7 @@ def context_attention(
         if layout is not None and isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != layout.length:
             raise ValueError(f"q has {q.shape[1]} tokens, the layout has length={layout.length}: make a layout of that length")
         return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
-    if layout is None:
-        raise ValueError("layout is None: which tokens a rank has must be known; make it with mesh.layout(kind, length)")
+    assert layout is not None
     options |= dict(layout=layout.ring, group=mesh.ring_group, transport=transport)
     if ulysses == 1:
         return ring_attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
@@ -69,24 +68,42 @@ def context_attention(
     assert mesh.ulysses_group is not None and mesh.context_group is not None
     try:
         check_qkv(q, k, v)
-        check_heads(q.shape[2], ulysses)
-        if q.shape[1] != layout.local_length:
-            raise ValueError(f"q has {q.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: use layout.shard")
+        check_heads(q.shape[2], ulysses, size)
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[1] != layout.local_length:
+                shard = f"a shard of {layout} has {layout.local_length}"
+                raise ValueError(f"{name} has {x.shape[1]} tokens, but {shard}: use layout.shard")
         if sinks is not None:
             check_sinks(q, sinks)
     except ValueError as error:
-        if isinstance(q, Tensor):
-            refuse(mesh.context_group.group_name, q.device, error, EXCHANGES)
+        _tell(mesh, q, error)
         raise
     heads = q.shape[2] // ulysses
     head_start = heads * mesh.ulysses_rank
     sinks = None if sinks is None else sinks[head_start : head_start + heads]
     options |= dict(head_start=head_start, among=mesh.context_group)
     trip = ulysses, mesh.ulysses_group.group_name, mesh.context_group.group_name
-    q, k, v = to_heads(q, *trip), to_heads(repeat_heads(k, ulysses), *trip), to_heads(repeat_heads(v, ulysses), *trip)
+    q, k, v = (to_heads(x, *trip) for x in (q, k, v))
     out, lse = ring_attention(q, k, v, mask, sinks=sinks, return_lse=True, **options)
     out = to_tokens(out, *trip)
     if not return_lse:
         return out
     lse = to_tokens(lse.transpose(1, 2).unsqueeze(-1), *trip)  # (B, U · n, h, 1) → (B, n, Hq, 1)
     return out, lse.squeeze(-1).transpose(1, 2)
+
+
+def _check_place(layout: Layout | None, size: int, ulysses: int, transport: str) -> None:
+    if layout is not None and not isinstance(layout, Layout):
+        raise ValueError(f"layout must be a parallel.Layout, not {type(layout).__name__}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
+    if layout is None and size > 1:
+        raise ValueError("layout is None: which tokens a rank has must be known; make it with mesh.layout(kind, length)")
+    if layout is not None and (layout.ranks, layout.ulysses) != (size, ulysses):
+        raise ValueError(f"{layout} does not fit ring · ulysses = {size}: make it with mesh.layout(kind, length)")
+
+
+def _tell(mesh: Mesh | None, q: Tensor, error: ValueError) -> None:
+    """The others, who would wait for this rank where they compare what they were given."""
+    if mesh is not None and mesh.context_group is not None and mesh.context_size > 1 and isinstance(q, Tensor):
+        refuse(mesh.context_group.group_name, q.device, error, EXCHANGES if mesh.ulysses > 1 else FIRST)

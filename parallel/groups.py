@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # ops take a group by its name
 
+from . import progress, roll
+
 
 class Pair(NamedTuple):
     """A group, and another of the same ranks for gradients."""
@@ -48,11 +50,16 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
         if owner is not group or sibling is None:
             sibling = _new_sibling(group, device)
         hosts: list[str | None] = [None] * group.size()
-        dist.all_gather_object(hosts, _host(device), group=group)
-        # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
-        for each in (group, sibling):
-            dist.all_reduce(torch.zeros(1, device=device), group=each)
-        ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, device)
+        ranks, limit, both = dist.get_process_group_ranks(group), timeout_of(group, device), (group, sibling)
+        missing = roll.arrive(group)
+
+        def meet() -> None:
+            dist.all_gather_object(hosts, _host(device), group=group)
+            # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
+            for each in both:
+                dist.all_reduce(torch.zeros(1, device=device), group=each)
+
+        progress.wait(meet, lambda: f"{missing()}, to meet for the first time", limit.total_seconds())
         others = ", ".join(str(rank) for rank in ranks if rank != dist.get_rank())
         _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), f"ranks {others}")
     return _pairs[name]

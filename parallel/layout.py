@@ -16,8 +16,7 @@ one after another, are that ring rank's shard: what a Ulysses group gathers is n
 """
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +34,8 @@ class Layout:
     ranks: int
     ulysses: int = 1
     multiple: int = 1  # a ring rank's shard is padded to a multiple of this
+    ring: "Layout" = field(init=False, repr=False, compare=False)  # how the ring sees it: a shard for each Ulysses group
+    local_length: int = field(init=False, repr=False, compare=False)  # tokens of a shard, padding included
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,17 +48,14 @@ class Layout:
             raise ValueError(f"ranks={self.ranks} are not a multiple of ulysses={self.ulysses}: their ratio is the ring's size")
         if self.kind == "striped" and self.ulysses > 1:
             raise ValueError(f"kind='striped' with ulysses={self.ulysses}: use 'zigzag', which is as even under a causal mask")
+        # Now and not when first asked for: torch.compile cannot look into a cached property before Python 3.12.
+        ring, multiple = self, math.lcm(self.multiple, self.ulysses)
+        if self.ulysses > 1:
+            ring = Layout(self.kind, self.length, self.ranks // self.ulysses, multiple=multiple)
+        object.__setattr__(self, "ring", ring)
+        object.__setattr__(self, "local_length", self._local_length())
 
-    @cached_property
-    def ring(self) -> "Layout":
-        """How the ring sees it: a shard for each Ulysses group."""
-        if self.ulysses == 1:
-            return self
-        return Layout(self.kind, self.length, self.ranks // self.ulysses, multiple=math.lcm(self.multiple, self.ulysses))
-
-    @cached_property
-    def local_length(self) -> int:
-        """Tokens of a shard, padding included."""
+    def _local_length(self) -> int:
         if self.ulysses > 1:
             return self.ring.local_length // self.ulysses
         if self.kind == "zigzag" and self.ranks > 1:
@@ -105,13 +103,19 @@ class Layout:
         return torch.cat(real, dim).index_select(dim, torch.cat(at).argsort().to(shards[0].device))
 
     def work(self, mask: Mask | None) -> list[int]:
-        """Visible pairs of each rank, over all rows of a batch that documents or prefixes are given for."""
+        """Visible pairs of each rank, over all rows of a batch that documents or prefixes are given for.
+
+        The ranks of a Ulysses group share their pairs, for each has all of the group's tokens and some of the heads.
+        """
         mask = Mask() if mask is None else mask
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask must be a kernels.Mask or None, not {type(mask).__name__}")
         self.check_mask(mask)
         pairs = []
-        for rank in range(self.ranks):
-            lo, hi = mask.interval(positions(self.segments(rank)).to(_device(mask)), self.length)
-            pairs.append(int((hi - lo + 1).clamp(min=0).sum()))
+        for rank in range(self.ring.ranks):
+            lo, hi = mask.interval(positions(self.ring.segments(rank)).to(_device(mask)), self.length)
+            total = int((hi - lo + 1).clamp(min=0).sum())
+            pairs += [(total + part) // self.ulysses for part in reversed(range(self.ulysses))]
         return pairs
 
     def check_mask(self, mask: Mask) -> None:

@@ -68,7 +68,7 @@ def ring_attention(
         q, k, v = cast_for_autocast(q, k, v)
         if type(head_start) is not int or head_start < 0:
             raise ValueError(f"head_start={head_start!r} must be an int >= 0: the number of q's first head in the whole model")
-        _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, layout, size, transport)
+        _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, deterministic, layout, size, transport)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
     except ValueError as error:
@@ -113,6 +113,7 @@ def _check(
     sinks: Tensor | None,
     dropout: float,
     seed: int | Tensor | None,
+    deterministic: bool,
     layout: Layout,
     size: int,
     transport: str,
@@ -136,7 +137,7 @@ def _check(
     check_mask_batch(q, mask)
     if dropout and seed is None:
         raise ValueError(f"dropout={dropout} over several ranks needs a seed, the same on each: seed=step, for instance")
-    check_options(q, scale, softcap, dropout, seed)
+    check_options(q, scale, softcap, dropout, seed, deterministic)
     if sinks is not None:
         check_sinks(q, sinks)
     if transport not in TRANSPORTS:

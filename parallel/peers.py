@@ -131,7 +131,7 @@ def _ulysses_over(kernel: str) -> Make:
     @contextmanager
     def make(setting: Setting, place: Place) -> Iterator[Problem]:
         whole, ranks = setting.whole(place.ranks), place.ranks
-        check_heads(setting.heads, ranks)
+        check_heads(setting.heads, ranks, ranks)
         leaves, dout = _tensors(setting, place, setting.tokens)
         kv_heads = repeat_heads(leaves[1], ranks).shape[2] // ranks
         local = Shape(whole.name, 1, whole.length, setting.heads // ranks, kv_heads, setting.head_dim, window=setting.window)
@@ -141,7 +141,7 @@ def _ulysses_over(kernel: str) -> Make:
 
         def run() -> Tensor:
             q, k, v = leaves
-            here = to_heads(q, *trip), to_heads(repeat_heads(k, ranks), *trip), to_heads(repeat_heads(v, ranks), *trip)
+            here = to_heads(q, *trip), to_heads(k, *trip), to_heads(v, *trip)
             return to_tokens(KERNELS[kernel].run(*here, local), *trip)
 
         yield Problem(run, leaves, dout, whole.flops() / ranks)

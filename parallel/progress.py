@@ -30,12 +30,15 @@ class _Place(NamedTuple):
 
 
 _now = _Place()
+_first_step: int | None = None  # that this process published
 
 
 def at(step: int | None = None, layer: int | None = None) -> None:
     """What the trainer publishes; None leaves a value as it is."""
-    global _now
+    global _now, _first_step
     _now = _now._replace(step=_now.step if step is None else step, layer=_now.layer if layer is None else layer)
+    if step is not None and (_first_step is None or step < _first_step):
+        _first_step = step
 
 
 def enter(op: str) -> None:
@@ -48,8 +51,9 @@ def hop(index: int, num: int) -> None:
     _now = _now._replace(hop=(index, num))
 
 
-def training_step() -> int | None:
-    return _now.step
+def steps_done() -> int | None:
+    """Training steps since this process began, however many there were before it; None without a trainer."""
+    return None if _now.step is None or _first_step is None else _now.step - _first_step
 
 
 def here(place: _Place | None = None) -> str:
@@ -68,13 +72,14 @@ def waited(what: str, seconds: float, place: _Place | None = None) -> str:
     return f"rank {rank} waited for {what} in {here(place)}; the time limit is {seconds:g} s"
 
 
-def wait(call: Callable[[], object], what: str, seconds: float) -> None:
-    """The call, whose errors say who waited for whom, and where."""
+def wait(call: Callable[[], object], what: str | Callable[[], str], seconds: float) -> None:
+    """The call, whose errors say who waited for whom, and where. Who it was may be known only then."""
     try:
         call()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()
-        raise Stalled(f"{waited(what, seconds)}: {reason[0] if reason else 'no answer'}") from error
+        named = what if isinstance(what, str) else what()
+        raise Stalled(f"{waited(named, seconds)}: {reason[0] if reason else 'no answer'}") from error
 
 
 class _Expected(NamedTuple):

@@ -112,7 +112,12 @@ class Pull(Mover):
         self.begins = 0, k.numel()
         # not beside the kernels: a copy within a GPU needs SMs, and behind a kernel that has all of them it would come late
         signals.wait(READ, shown.shown, shown.readers)
-        copy((shown.rows("kv", self.rank, 0, x.shape, x.dtype, at) for at, x in zip(self.begins, rows, strict=True)), rows)
+        places, sources = [], []
+        for part in spans(piece.rows for pieces in self.plan.gives for piece in pieces):  # what nobody reads stays here
+            for begin, x in zip(self.begins, rows, strict=True):
+                sources.append(x[part])
+                places.append(shown.rows("kv", self.rank, part.start, sources[-1].shape, x.dtype, begin))
+        copy(places, sources)
         shown.shown += 1
         shown.readers = ranks_of(piece for pieces in self.plan.gives for piece in pieces)
         shown.unread = ranks_of(piece for step in self.plan.steps[1:] for piece in step.pieces)
@@ -166,6 +171,17 @@ class Pull(Mover):
             progress.hop(index, len(self.plan.steps) - 1)
             progress.expect(f"{what} of rank {names}", self.seconds, end=True, event=event)
         return beside.waiting_for(event)
+
+
+def spans(rows: Iterable[slice]) -> list[slice]:
+    """All of these rows, once and in order."""
+    found: list[slice] = []
+    for part in sorted(rows, key=lambda part: part.start):
+        if found and part.start <= found[-1].stop:
+            found[-1] = slice(found[-1].start, max(part.stop, found[-1].stop))
+        else:
+            found.append(part)
+    return found
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

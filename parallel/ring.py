@@ -3,9 +3,10 @@
     forward     for each block:   (out, lse) ← block_forward(q, block, carry = (out, lse))
     backward    for each block:   dq += …,   dk and dv of the block → to their owner
 
-Nothing is merged afterwards: out, lse, dq, dk and dv stay in fp32 until the last block, so the result is the one a single
-device computes, on any number of ranks. While a block is used the next one travels, and the gradients of the one before go
-home (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where its rows stand.
+Nothing is merged afterwards: out, lse, dq, dk and dv stay in fp32 (fp64 for fp64) until the last block, so the result is the
+one a single device computes, on any number of ranks. While a block is used the next one travels, and the gradients of the one
+before go home, to their owner (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where
+its rows stand.
 
 In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
 stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
@@ -34,7 +35,7 @@ def ring_forward(
     v: Tensor,
     mask: Mask,
     mover: Mover,
-    start: Tensor | None,  # lse of a sink
+    sink_lse: Tensor | None,
     head_start: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -45,23 +46,23 @@ def ring_forward(
     acc = out if final == 0 else torch.empty_like(out, dtype=accumulation_dtype(q.dtype))
     lse = acc.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
     done = steps[final].queries
-    early = [rows for rows in (slice(0, done.start), slice(done.stop, q.shape[1])) if rows.start < rows.stop]
+    finished_before = [rows for rows in (slice(0, done.start), slice(done.stop, q.shape[1])) if rows.start < rows.stop]
     casts = Beside(q.device, "casts")
     for index, step, k_block, v_block in travel(mover, k, v):
         if not step.pieces and index > 0:
             continue  # others need a step that this rank does not
         rows, last = step.queries, index == final
-        carry = (acc[:, rows], lse[:, :, rows]) if index else None if start is None else (None, start)
+        carry = (acc[:, rows], lse[:, :, rows]) if index else None if sink_lse is None else (None, sink_lse)
         into = (out if last else acc)[:, rows], lse[:, :, rows]
-        if last and early:
+        if last and finished_before:
             casts.follow()
         where = step.q_at, step.k_at, carry, last, head_start
         block_forward(q[:, rows], k_block, v_block, mask, *where, into=into, **options)
-    if early:  # the last block wrote its rows in the final dtype; these saw their last key before it
+    if finished_before:  # the last block wrote its rows in the final dtype; these saw their last key before it
         with casts.run():
-            for rows in early:
+            for rows in finished_before:
                 out[:, rows] = acc[:, rows]
-        casts.done()()
+        casts.join()
     return out, lse
 
 
@@ -87,10 +88,10 @@ def ring_backward(
         block_backward(dout, q, k, v, lse, delta, *where, dq, dk, dv, head_start, accumulate=False, **options)
         return dq, dk, dv, delta
 
-    acc, width, group = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
+    acc, width, heads_per_kv = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
     # dK/dV of the own block: of its first half, and what others return; those of its second half come to it at the end
-    mine = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
+    own_sums = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
     # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
     # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
     # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
@@ -98,18 +99,18 @@ def ring_backward(
     kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
     filling = Beside(q.device, "filling", priority=0) if together else Here()
     whole = together and not are_large(own.num_keys, k, v)
-    first, second = halves(mine.shape[2], own.num_keys, own.num_keys, whole)
+    first, second = halves(own_sums.shape[2], own.num_keys, own.num_keys, whole)
 
-    def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, some: slice, keys: slice, stream: Beside) -> None:
+    def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, kv_heads: slice, keys: slice, stream: Beside) -> None:
         """One kernel: all queries of the step, some KV heads, some of the step's keys."""
-        rows, heads = step.queries, slice(some.start * group, some.stop * group)
+        rows, heads = step.queries, slice(kv_heads.start * heads_per_kv, kv_heads.stop * heads_per_kv)
         stream.follow()
         with stream.run():
             block_backward(
                 take(dout, rows, heads),
                 take(q, rows, heads),
-                take(k_block, keys, some),
-                take(v_block, keys, some),
+                take(k_block, keys, kv_heads),
+                take(v_block, keys, kv_heads),
                 take(lse, heads, rows),
                 take(delta, heads, rows),
                 mask,
@@ -123,40 +124,40 @@ def ring_backward(
             )
 
     def own_block(half: Region, sums: Tensor, stream: Beside) -> None:
-        some, keys = half
-        block(own, k, v, sums, some, keys, stream)
+        kv_heads, keys = half
+        block(own, k, v, sums, kv_heads, keys, stream)
 
     def second_half() -> Tensor:
-        apart = torch.empty_like(mine[second[1], :, second[0]])
-        own_block(second, apart, filling)
-        return apart
+        second_sums = torch.empty_like(own_sums[second[1], :, second[0]])
+        own_block(second, second_sums, filling)
+        return second_sums
 
-    zeros = mine[own.num_keys :], mine[second[1], :, second[0]]
-    home = Homeward(mover, mine, zeros, num_parts(mover.plan, k, v), options["backend"], priority=-1 if together else 0)
+    zeros = own_sums[own.num_keys :], own_sums[second[1], :, second[0]]
+    home = Homeward(mover, own_sums, zeros, num_parts(mover.plan, k, v), options["backend"], priority=-1 if together else 0)
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
             if not whole:
-                own_block(first, mine[first[1], :, first[0]], kernels)
+                own_block(first, own_sums[first[1], :, first[0]], kernels)
             if together:
-                apart = second_half()
-            kernels.done()()
+                second_sums = second_half()
+            kernels.join()
             continue
-        for some in home.head_parts():
-            part = home.part(index, some)
+        for kv_heads in home.head_parts():
+            part = home.part(index, kv_heads)
             if step.pieces:
-                block(step, k_block, v_block, part, some, slice(0, step.num_keys), kernels)
-                kernels.done()()
-            home.send(index, some, part)
+                block(step, k_block, v_block, part, kv_heads, slice(0, step.num_keys), kernels)
+                kernels.join()
+            home.send(index, kv_heads, part)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     home.follow()
     if not together:
-        apart = second_half()
-    free, last = halves(mine.shape[2], own.num_keys, len(mine), whole)
-    home.finish(free, last, apart, filling.done(), dk, dv)
+        second_sums = second_half()
+    free, last = halves(own_sums.shape[2], own.num_keys, len(own_sums), whole)
+    home.finish(free, last, second_sums, filling.done(), dk, dv)
     if dq is not sum_q:
         dq.copy_(sum_q)
     return dq, dk, dv, delta

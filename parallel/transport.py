@@ -229,7 +229,7 @@ class Homeward:
         added()
         done()
         self._hand_on(last, own, 0, 0, dk, dv)
-        self.sums.done()()
+        self.sums.join()
 
     def _clear(self) -> None:
         for x in self.zeros:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.operators import operator
 
-from . import progress
+from . import progress, roll
 from .agree import FIRST, agree
 from .groups import by_name, timeout_of
 
@@ -23,13 +23,16 @@ EXCHANGES = 4 * FIRST  # of q, k, v and out: the first calls are compared here t
 
 
 def to_heads(x: Tensor, size: int, group: str, among: str) -> Tensor:
-    """This rank's tokens with all heads → all of the group's tokens with this rank's heads. `among`: who compares shapes."""
-    return exchange_op(x, size, group, among, True)
+    """This rank's tokens with all heads → all of the group's tokens with this rank's heads. `among`: who compares shapes.
+
+    Too few heads are repeated. How many there were is compared too: once repeated, different ones may look the same.
+    """
+    return exchange_op(repeat_heads(x, size), size, group, among, True, x.shape[2])
 
 
 def to_tokens(x: Tensor, size: int, group: str, among: str) -> Tensor:
     """The way back."""
-    return exchange_op(x, size, group, among, False)
+    return exchange_op(x, size, group, among, False, x.shape[2])
 
 
 def repeat_heads(x: Tensor, size: int) -> Tensor:
@@ -37,13 +40,15 @@ def repeat_heads(x: Tensor, size: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, 2)
 
 
-def check_heads(heads: int, size: int) -> None:
+def check_heads(heads: int, size: int, ranks: int) -> None:
     if heads % size:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(f"ulysses={size} does not divide q's {heads} heads: one of {fits} does, and the ring takes the rest")
+        fits = [n for n in range(1, heads + 1) if heads % n == ranks % n == 0]
+        raise ValueError(
+            f"ulysses={size} does not divide q's {heads} heads: on {ranks} ranks take one of {fits}, the ring takes the rest"
+        )
 
 
-def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
+def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool, given: int) -> Tensor:
     batch, rows, heads, width = x.shape
     if gather:
         return x.new_empty((batch, rows * size, heads // size, width))
@@ -51,15 +56,15 @@ def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool) -> Te
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.rest, ctx.gather = inputs
+    _, *ctx.rest, ctx.gather, ctx.given = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return exchange_op(grad, *ctx.rest, not ctx.gather), None, None, None, None
+    return exchange_op(grad, *ctx.rest, not ctx.gather, ctx.given), None, None, None, None, None
 
 
 @operator("exchange_heads", fake=_exchanged, save=_save, differentiate=_differentiate)
-def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool) -> Tensor:
+def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool, given: int) -> Tensor:
     progress.enter("ulysses exchange")
     _, rows, heads, _ = x.shape
     if gather:  # the rank to send to comes first
@@ -67,10 +72,12 @@ def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool) -> T
     else:
         sent = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
-    agree(among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather)}, EXCHANGES)
+    agree(among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather), "heads": given}, EXCHANGES)
     everyone = by_name(group)
     seconds = timeout_of(everyone, x.device).total_seconds()
-    progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), "all ranks of its group", seconds)
+    # On a GPU the host does not wait, so it would be here long before the device is.
+    missing = "all ranks of its group" if x.is_cuda else roll.arrive(everyone)
+    progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), missing, seconds)
     if x.is_cuda:
         progress.expect("all ranks of its group", seconds)
     if gather:  # (U, B, n, h, D) → (B, U · n, h, D)

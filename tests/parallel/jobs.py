@@ -77,13 +77,13 @@ def compiled(case: Case) -> dict[str, float]:
         return out.cos(), lse
 
     results = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+    for function in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):  # the layout is new to the first
         q, k, v = (layout.shard(given[name], 1, rank).requires_grad_() for name in "qkv")
         out, lse = function(q, k, v)
         loss = (out * layout.shard(given["dout"], 1, rank)).sum() + lse.nan_to_num(0, 0, 0).sum()
         grads = torch.autograd.grad(loss, (q, k, v))
         results.append({"out": out.detach(), "lse": lse.detach(), "dq": grads[0], "dk": grads[1], "dv": grads[2]})
-    return differences(results[1], results[0])
+    return differences(*results)
 
 
 def two_backwards(case: Case) -> dict[str, float]:
@@ -172,6 +172,7 @@ def attend(length: int = 16, heads: int = 2, odd: int | None = None, **changes: 
 
 def attend_and(rank_that: int, does: str, calls: int) -> None:
     """Some good calls; then a rank dies or stalls at the start of the next, and the others say what they saw."""
+    progress.at(step=1)
     progress.at(step=7, layer=3)
     for _ in range(calls):
         attend()
@@ -351,8 +352,8 @@ def waits(case: Case) -> dict[str, dict[int, list[int]]]:
     return counts
 
 
-def comparisons(calls: int, step: int | None) -> int:
-    """How often ranks met to compare in that many calls."""
+def comparisons(calls: int, step: int | None, first: int = 1) -> int:
+    """How often ranks met to compare in that many calls, in a process that began with the training step `first`."""
     met = 0
     exchange = agree._exchange
 
@@ -362,13 +363,25 @@ def comparisons(calls: int, step: int | None) -> int:
         return exchange(*args)
 
     agree._exchange = counting
-    progress.at(step=step)
+    if step is not None:
+        progress._first_step = None
+        progress.at(step=first)
+        progress.at(step=step)
     try:
         for _ in range(calls):
             attend()
     finally:
         agree._exchange = exchange
     return met
+
+
+def stall_before_exchange(ring: int, ulysses: int, rank_that: int) -> None:
+    for _ in range(4):
+        attend_together(ring, ulysses, None, heads=12)
+    if dist.get_rank() == rank_that:
+        time.sleep(6)
+    else:
+        attend_together(ring, ulysses, None, heads=12)
 
 
 def stall_before_backward(rank_that: int) -> None:
@@ -428,4 +441,17 @@ def attend_together(ring: int, ulysses: int, odd: int | None, **changes: Any) ->
     what = dict(changes) if odd in (None, dist.get_rank()) else {}
     layout = here.layout("zigzag", 16)
     q = torch.randn(1, what.pop("rows", layout.local_length), what.pop("heads", 4), 16)
-    context_attention(q, q, q, **dict(layout=layout, mesh=here) | what)
+    k = q[:, :, : what.pop("kv_heads", 4)]
+    context_attention(q, k, k, **dict(layout=layout, mesh=here) | what)
+
+
+def backward_without_tokens() -> float:
+    """Some ranks have none, and documents have padding: how far dq is from one rank's."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    layout, mask = Layout("contiguous", 5, ranks), Mask(causal=True, documents=[0, 0, 0, -1, -1])
+    whole = [torch.randn(1, 5, 2, 16, requires_grad=True) for _ in range(3)]
+    attention(*whole, mask).sum().backward()
+    mine = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in whole]
+    ring_attention(*mine, mask, layout=layout).sum().backward()
+    return (mine[0].grad - layout.shard(whole[0].grad, 1, rank)).abs().sum().item()

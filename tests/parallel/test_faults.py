@@ -64,6 +64,9 @@ def test_seeds_that_differ_are_found(checking: Pool) -> None:
         (dict(rows=3), "rank 1 refused its arguments: q has 3 tokens"),
         (dict(heads=8), "what is exchanged must be the same on every rank, but ranks 0, 2, 3: ((1, 4, 4, 16)"),
         (dict(heads=3), "rank 1 refused its arguments: ulysses="),
+        (dict(kv_heads=2), "must be the same on every rank, but ranks 0, 2, 3:"),
+        (dict(transport="pigeon"), "rank 1 refused its arguments: transport='pigeon'"),
+        (dict(layout="zigzag"), "rank 1 refused its arguments: layout must be"),
         (dict(softcap=1.0), "factors must be the same on every rank, but ranks 0, 2, 3: {'scale': 0.25, 'softcap': 0.0"),
     ],
 )
@@ -88,8 +91,10 @@ def test_only_the_first_calls_are_compared() -> None:
     pool = Pool(2)
     try:
         assert pool(jobs.comparisons, 5, None) == [3, 3]
-        assert pool(jobs.comparisons, 2, 2) == [2, 2]  # in the trainer's first three steps, as often as there are layers
-        assert pool(jobs.comparisons, 2, 3) == [0, 0]
+        assert pool(jobs.comparisons, 2, 3) == [2, 2]  # in the trainer's first three steps, as often as there are layers
+        assert pool(jobs.comparisons, 2, 4) == [0, 0]
+        assert pool(jobs.comparisons, 2, 502, 501) == [2, 2]  # and in the first three after a resume
+        assert pool(jobs.comparisons, 2, 504, 501) == [0, 0]
     finally:
         pool.close()
 
@@ -114,8 +119,22 @@ def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
         assert error and f"rank {rank} waited for" in error, error
         assert "training step 7, layer 3, ring forward" in error
         assert int(error.partition("after ")[2].partition(" s")[0]) <= limit + 3
-        if calls == 4:  # a rank that dies in a hop takes the connections of others with it
+        if calls == 1:
+            assert "waited for rank 1, to compare shapes" in error, error
+        else:  # a rank that dies in a hop takes the connections of others with it
             assert "hop 1 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
+
+
+@pytest.mark.parametrize("ring, ulysses", [(1, 3), (1, 4), (2, 2)])
+def test_a_rank_that_stalls_before_an_exchange_is_named(ring: int, ulysses: int) -> None:
+    pool = Pool(ring * ulysses, timeout=2)
+    try:
+        with pytest.raises(Failed) as failed:
+            pool(jobs.stall_before_exchange, ring, ulysses, 1, patience=60)
+    finally:
+        pool.close()
+    told = [error for error in failed.value.errors if error and "waited for rank 1 in ulysses exchange" in error]
+    assert len(told) == (ulysses - 1), failed.value
 
 
 def test_a_rank_that_stalls_between_forward_and_backward() -> None:

@@ -117,6 +117,12 @@ def test_work_counts_visible_pairs(kind: str, name: str) -> None:
         assert layout.work(mask) == expected
 
 
+def test_a_ulysses_group_shares_its_work() -> None:
+    mask = Mask(causal=True)
+    assert Layout("zigzag", 64, 4, ulysses=2).work(mask) == [520] * 4
+    assert Layout("contiguous", 5, 4, ulysses=2).work(mask) == [5, 5, 3, 2]  # no pair is lost
+
+
 def test_zigzag_is_even_and_contiguous_is_not() -> None:
     for ranks in (2, 4, 8):
         work = Layout("zigzag", 64 * ranks, ranks).work(Mask(causal=True))

@@ -48,7 +48,7 @@ def test_a_mesh_that_does_not_fit(sizes: dict, remedy: str, pools) -> None:
 @pytest.mark.parametrize(
     "changes, remedy",
     [
-        (dict(heads=3), "ulysses=2 does not divide q's 3 heads: one of [1, 3] does"),
+        (dict(heads=3), "ulysses=2 does not divide q's 3 heads: on 4 ranks take one of [1]"),
         (dict(rows=5), "use layout.shard"),
         (dict(layout=None), "mesh.layout"),
         (dict(layout=Layout("zigzag", 16, 4)), "mesh.layout"),

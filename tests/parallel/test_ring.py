@@ -204,3 +204,7 @@ def test_when_the_own_block_is_computed(
     else:
         assert given == [(True, 2, "caller's"), *others, (True, 2, "caller's")]
         assert priorities == {"sums": 0}
+
+
+def test_ranks_without_tokens_have_a_backward_where_documents_have_padding(pools) -> None:
+    assert max(pools(4)(jobs.backward_without_tokens)) < 1e-5
