@@ -210,8 +210,8 @@ def render(name: str, results: Path, maybe: bool = False) -> str:
     return KINDS[kind](result)
 
 
-def update(text: str, results: Path) -> tuple[str, list[str]]:
-    """The page with every region regenerated, and the names of those that changed."""
+def update(text: str, results: Path, in_docs: bool = False) -> tuple[str, list[str]]:
+    """The page with every region regenerated, and the names of those that changed. Links of a page in docs begin there."""
     stale: list[str] = []
 
     def replace(match: re.Match[str]) -> str:
@@ -220,6 +220,7 @@ def update(text: str, results: Path) -> tuple[str, list[str]]:
             raise ValueError(f"the region of table {name} has no end: close it with <!-- end -->")
         # Markdown wants an empty line between a comment and a table.
         body = f"\n{render(name, results, bool(match['maybe']))}\n\n"
+        body = body.replace("](docs/", "](") if in_docs else body
         if body != match["body"]:
             stale.append(name)
         return f"<!-- table: {name}{match['maybe'] or ''} -->\n{body}<!-- end -->"
@@ -241,7 +242,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
             continue
         where, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
         try:
-            new, stale = update(text, root / "docs" / "results")
+            new, stale = update(text, root / "docs" / "results", in_docs=page.parent != root)
         except ValueError as error:
             print(f"{where}: {error}", file=sys.stderr)
             bad = True

@@ -131,8 +131,8 @@ def saved_roofline(args: argparse.Namespace) -> None:
     results = [result for result in results if result["shapes"]]
     if not results:
         raise ValueError(f"no result has these shapes on {' or '.join(roofline.CHIPS)}: measure them there with --save")
-    if args.plot and len(results) > 1:
-        raise ValueError(f"--plot {args.plot} is one picture, and there are {len(results)} results: name one with --from")
+    if args.plot is not None and len(results) > 1:
+        raise ValueError(f"--plot is one picture, and there are {len(results)} results: name one with --from")
     counted = any(f"{way}_dram_bytes" in row for result in results for row in result["rows"] for way in roofline.WAYS)
     there = "of the time of measuring" if counted else "not in these results; measure on a GPU with --roofline and --save"
     show_roofline(results, args.plot, f"ncu: DRAM bytes are {there}")

@@ -6,11 +6,12 @@
 causal prefix lets everyone see its first keys: hi = max(hi, min(prefix - 1, document end)). Documents are runs of equal
 ids; a negative id is padding, which sees nothing and is seen by nothing (its interval is empty).
 
-A query's position is where it stands among the keys. If there are fewer queries than keys, the last stands at the last key.
+A query's position is where it stands among the keys. The last query stands at the last key, whether there are fewer queries
+than keys or more (then the first stand at negative positions).
 
 Why intervals and not a matrix or a function: lo and hi never decrease with the position, so the first and the last row of a
 tile bound everything the tile can see. Tiles outside are never loaded, tiles inside need no compare, and the queries that
-see a key form an interval too, which is all that the backward needs. Four numbers a row instead of S.
+see a key form an interval too, which is all that the backward needs. Two numbers a row instead of S.
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,11 @@ SENTINEL = -1  # "no left" or "no right" in Bounds
 
 
 class Bounds(NamedTuple):
-    """A mask as operators and kernels take it: three numbers and three small tensors, on the device of q."""
+    """A mask as operators and kernels take it: three numbers and three small tensors, these on the device of q."""
 
     left: int  # SENTINEL: unbounded
     right: int  # SENTINEL: unbounded; 0 when causal
-    padded: bool  # whether ids may be negative; ids on a GPU may, for nobody waits there to look
+    padded: bool  # whether ids may be negative; assumed of ids on a GPU, where to look would mean to wait
     starts: Tensor | None  # int32 (S,) or (B, S): first position of each position's document
     ends: Tensor | None  # int32, last position; starts - 1 for padding
     prefix: Tensor | None  # int32 (1,) or (B,)
@@ -96,14 +97,15 @@ class Mask:
     def from_bounds(cls, bounds: Bounds) -> "Mask":
         """The other way: inside an operator a mask arrives as its numbers."""
         mask = cls.__new__(cls)  # __init__ would work out what is known, in every call
-        mask.causal, mask.window, mask.documents, mask.prefix = False, None, None, None
+        mask.causal, mask.window = bounds.right == 0, None if bounds.left == SENTINEL else (bounds.left, bounds.right)
+        mask.documents, mask.prefix = None, bounds.prefix
         mask._bounds, mask._elsewhere = bounds, {}
         return mask
 
     def coarse(self) -> "Mask":
         """A mask that lets through at least as much and is known on the CPU: for choosing tiles without waiting for a GPU.
 
-        Documents and prefixes that were given on another device only mask there; window and causality still choose.
+        Documents and prefixes that were given on another device are left out: kernels apply them, but choose no tiles by them.
         """
         left, right, padded, *tensors = self._bounds
         if all(t is None or t.device.type == "cpu" for t in tensors):
@@ -156,7 +158,7 @@ class Mask:
         return seen if seen.ndim == 3 else seen[None]
 
     def __repr__(self) -> str:
-        shape = None if self.documents is None else tuple(self.documents.shape)
+        shape = None if self._bounds.starts is None else tuple(self._bounds.starts.shape)
         return f"Mask(causal={self.causal}, window={self.window}, documents={shape}, prefix={self.prefix})"
 
 

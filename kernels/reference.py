@@ -5,10 +5,10 @@
     out = Σ_j exp(s_j - lse) · keep_j / (1 - rate) · v_j
 
 One block of keys continues what the blocks before left, the carry (out, lse): with w = exp(lse_before - lse) the sum above
-is `w · out_before` plus this block's terms. That one line is online softmax, FlashAttention's accumulator, the ring's
-merge and the attention sink (a carry of out 0 and lse = sink).
+is `w · out_before` plus this block's terms. That one line is online softmax, FlashAttention's accumulator, a step of the
+ring and the attention sink (a carry of out 0 and lse = sink).
 
-The backward never needs the other blocks: p = exp(s - lse) with the final lse, and δ = Σ dout · out - dlse, give
+The backward never needs the other blocks: p = exp(s - lse) with the final lse, and δ = Σ dout · out - dlse (over columns), give
 ds = p (dp - δ). All products are in fp32, fp64 for fp64 inputs. Memory is O(S · Sk): use `chunked` for anything long.
 """
 

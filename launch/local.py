@@ -11,6 +11,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+WAY_ON = "the same command goes on from the last checkpoint, if there is one (checkpoint=often saves some on the way)"
+
 
 def main(argv: list[str] | None = None) -> int:
     logging.disable(logging.ERROR)  # torchrun's; the ranks are processes of their own
@@ -29,7 +31,7 @@ def tell(failures: dict[int, ProcessFailure]) -> int:
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name
             why = " (if nobody sent it: the machine was out of memory)" if name == "SIGKILL" else ""
-            print(f"rank {rank} was ended by {name}{why}; the same command goes on from the last checkpoint", file=sys.stderr)
+            print(f"rank {rank} was ended by {name}{why}; {WAY_ON}", file=sys.stderr)
             return 128 - failure.exitcode
     code = min(failures.values(), key=lambda failure: failure.timestamp).exitcode
     return code if code > 0 else 128 - code

@@ -1,5 +1,6 @@
 """The README's commands are ones that work: every config composes, every program starts, every link leads somewhere."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from trainer import compose
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/models-and-data.md"]
+PAGES = ["README.md", "docs/models-and-data.md", "docs/speed.md"]
 RANKS = {"--nproc-per-node=4": 4}
 
 
@@ -67,6 +68,20 @@ def test_make_refuses_an_option_that_it_would_drop() -> None:
     for extra, wrong in (["steps=5"], True), (["ARGS=steps=5 seed=1", f"PYTHON={sys.executable}"], False):
         done = subprocess.run(["make", "-n", "train", *extra], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert (done.returncode != 0) == wrong and ("make does not know steps" in done.stderr) == wrong, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nth, start", [(0, [sys.executable]), (1, [sys.executable, *["-m", "torch.distributed.run", "--nproc-per-node=4"]])]
+)
+def test_snippets_run(nth: int, start: list[str], tmp_path: Path) -> None:
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(
+        re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[nth] + "print(out.shape)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*start, snippet], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "torch.Size" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -237,8 +237,8 @@ def report(config: Config) -> tuple[str, bool]:
     lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
     enough = fits(found.peak, target.memory)
     verdict = "it fits" if enough else "IT DOES NOT FIT"
-    room = f"of {target.memory / GIB:.0f}, of which {RESERVE:.0%} is left to the driver, NCCL and gaps"
-    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  at {found.highest}, {room}: {verdict}"]
+    room = f"of {target.memory / GIB:.0f} GiB ({RESERVE:.0%} is left to the driver, NCCL and gaps), at {found.highest}"
+    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  {room}: {verdict}"]
     most = longest(config, world, target.memory, target.gpu)
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
     if not enough:

@@ -23,8 +23,8 @@ def train(run: Run) -> bool:
     config, engine, position = run.config, run.engine, run.position
     batches = run.batches()
     upcoming = next(batches)
-    labels = run.ranks.sum(torch.tensor(_labels(upcoming), dtype=torch.float64, device=run.device)).item()
-    bad = 0
+    num_labels = run.ranks.sum(torch.tensor(_num_labels(upcoming), dtype=torch.float64, device=run.device)).item()
+    num_bad = 0
     for step in range(position.step + 1, config.steps + 1):
         batch, sums = upcoming, Sums.zeros(len(run.data.names), run.device)
         with run.inspect(step):
@@ -32,25 +32,25 @@ def train(run: Run) -> bool:
                 run.watchdog.at(step, f"micro-batch {index + 1} of {len(batch)}")
                 moved = micro.to(run.device)
                 loss, count, each, _ = engine(*moved.inputs, True)
-                engine.backward(loss, labels)
+                engine.backward(loss, num_labels)
                 sums.add(loss, count, each, moved)
             run.watchdog.at(step, "optimizer")
             rate = fraction(config.schedule, step, config.steps)
-            grad, applied = engine.step(rate)
+            grad_norm, applied = engine.step(rate)
 
         run.watchdog.at(step, "reduction")
         upcoming = next(batches)
-        total = sums.reduced(run, batch, stop=run.signals.stop, next_labels=_labels(upcoming))
+        total = sums.reduced(run, batch, stop=run.signals.stop, next_labels=_num_labels(upcoming))
         position.step, position.applied = step, engine.applied
         position.samples += config.data.batch
         position.tokens += config.data.batch * config.data.length
-        bad = 0 if applied else bad + 1
-        run.report(step, total, grad, rate * config.optim.lr, applied, labels)
-        labels = total.next_labels
-        if bad >= config.debug.bad_steps:
+        num_bad = 0 if applied else num_bad + 1
+        run.report(step, total, grad_norm, rate * config.optim.lr, applied, num_labels)
+        num_labels = total.next_labels
+        if num_bad >= config.debug.bad_steps:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
-                f"the gradient was not finite in {bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
+                f"the gradient was not finite in {num_bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
                 f"lower optim.lr, or look at these samples; {run.way_on()}"
             )
         last, stop = step == config.steps, total.stop
@@ -64,7 +64,7 @@ def train(run: Run) -> bool:
     return True
 
 
-def _labels(batch: list[Batch]) -> int:
+def _num_labels(batch: list[Batch]) -> int:
     return sum(int((micro.labels >= 0).sum()) for micro in batch)
 
 

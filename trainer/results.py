@@ -278,8 +278,10 @@ def main(argv: list[str] | None = None) -> int:
             )
         if args.skip < 0:
             raise ValueError(f"--skip {args.skip}: it must be at least 0")
+        if args.plot is not None:
+            pyplot()  # better told now
         rows = [measure(run, args.skip) for run in runs]
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     found, device = differences(runs), slug(devices[0])
     print(devices[0], *map(report, rows), *[report_differences(found)] * bool(found), sep="\n\n")

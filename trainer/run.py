@@ -211,8 +211,8 @@ class Run:
         if saved and not self._foreign_tokens():
             yield f'  {python} -m trainer.generate checkpoint={path} prompt="{"The" if own else "def main("}"'
         if not own:
-            yield f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   your own files"
-        yield f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   will it fit?"
+            yield f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   # your own files"
+        yield f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   # will it fit?"
 
     def _sample(self) -> str:
         """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""

@@ -41,6 +41,8 @@ def run(composed: compose.Composed) -> int:
         finished = train(job)
         if finished:
             job.finish()
+        elif not job.unsaved:
+            job.tracker.say(f"saved step {job.position.step:,}; the same command goes on from there")
     except TooManyBadSteps as error:
         job.tracker.say(f"stopped: {error}")
         job.close(failed=True)

@@ -191,6 +191,9 @@ def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> No
     assert "| split | one and four | 200 | 0.00045 | 0.0012 | 2.346 |" in lines
     assert "[The losses, drawn](docs/loss.png). Made-up GPU, bf16" in lines[-3]
     assert tables.main(["--check"], house) == 0
+    page = house / "docs" / "page.md"  # whose links begin in docs
+    page.write_text("<!-- table: train-h200 -->\n<!-- end -->\n")
+    assert tables.main([], house) == 0 and "[The losses, drawn](loss.png)." in page.read_text()
 
 
 def test_our_own_pages_are_up_to_date(capsys: pytest.CaptureFixture) -> None:
