@@ -1,8 +1,8 @@
 """Ranks compare what they were given before the first hop, because a message of the wrong size hangs or corrupts.
 
 It costs a small collective, so it is done for the first three calls on a group, in the first three steps of a trainer's
-process, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which
-would otherwise wait for it.
+process, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which would otherwise wait
+for it.
 """
 
 import os

@@ -104,6 +104,9 @@ def _check_place(layout: Layout | None, size: int, ulysses: int, transport: str)
 
 
 def _tell(mesh: Mesh | None, q: Tensor, error: ValueError) -> None:
-    """The others, who would wait for this rank where they compare what they were given."""
-    if mesh is not None and mesh.context_group is not None and mesh.context_size > 1 and isinstance(q, Tensor):
-        refuse(mesh.context_group.group_name, q.device, error, EXCHANGES if mesh.ulysses > 1 else FIRST)
+    """The others, who would wait for this rank where they compare what they were given: an exchange's first, or the ring's."""
+    if mesh is None or mesh.context_size == 1 or not isinstance(q, Tensor):
+        return
+    group, first = (mesh.context_group, EXCHANGES) if mesh.ulysses > 1 else (mesh.ring_group, FIRST)
+    assert group is not None
+    refuse(group.group_name, q.device, error, first)

@@ -60,8 +60,8 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
                 dist.all_reduce(torch.zeros(1, device=device), group=each)
 
         progress.wait(meet, lambda: f"{missing()}, to meet for the first time", limit.total_seconds())
-        others = ", ".join(str(rank) for rank in ranks if rank != dist.get_rank())
-        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), f"ranks {others}")
+        others = roll.ranks([rank for rank in ranks if rank != dist.get_rank()])
+        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), others)
     return _pairs[name]
 
 

@@ -80,6 +80,20 @@ def test_ulysses_ranks_that_differ(ring: int, ulysses: int, changes: dict, words
     exchanging(functools.partial(jobs.attend_together, ring, ulysses, None))
 
 
+@pytest.mark.parametrize("ring, ulysses", [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "changes", [dict(transport="pigeon"), dict(layout="zigzag"), dict(layout=None), dict(deterministic=1)], ids=str
+)
+def test_what_one_rank_refuses_the_others_hear_of(ring: int, ulysses: int, changes: dict, exchanging: Pool) -> None:
+    begun = time.monotonic()
+    with pytest.raises(Failed) as failed:
+        exchanging(functools.partial(jobs.attend_together, ring, ulysses, 1, **changes), patience=60)
+    assert time.monotonic() - begun < 10, "nobody waits for the time limit"
+    assert failed.value.errors[1] and next(iter(changes)) in failed.value.errors[1]
+    for rank in (0, 2, 3):
+        assert "rank 1 refused its arguments" in (failed.value.errors[rank] or ""), failed.value
+
+
 class _Seeds:
     def __call__(self) -> None:
         import torch.distributed as dist
