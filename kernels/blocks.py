@@ -34,7 +34,7 @@ from .checks import (
 )
 from .compat import hopper_runs_on, triton_runs_on
 from .mask import Mask
-from .passed import Place, forms, once, read_once, rules_of
+from .passed import EVERYTHING, Passed, Place, forms, once, read_once, rules_of
 from .reference import accumulation_dtype
 from .segments import Segment, check_segments, positions, whole
 
@@ -145,10 +145,10 @@ def block_forward(
     passed = once((forms((q, k, v)), forms(carry), forms(into), last, segments, rules), check)
     if rules and passed.again:
         out, lse = into or new_outputs(q, v, last)
-        passed.again(q, k, v, bounds, carry, out, lse)
+        passed.again(q, k, v, passed.bounds or bounds, carry, out, lse)
         return out, lse
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at), *passed.at, head_start, *options)
+    block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options)
     if into is not None:
         check_address("into's out", into[0])
     run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
@@ -232,10 +232,10 @@ def block_backward(
     bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
     passed = once((forms((q, k, v, *gradients)), accumulate, segments, rules), check)
     if rules and passed.again:
-        passed.again(q, k, v, bounds, gradients)
+        passed.again(q, k, v, passed.bounds or bounds, gradients)
         return
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at), *passed.at, head_start, *options, deterministic)
+    block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options, deterministic)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
     run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
@@ -281,13 +281,17 @@ def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at
     return q_at, k_at
 
 
-def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None) -> Mask:
-    mask = Mask() if mask is None else mask
+def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, passed: Passed) -> Mask:
+    """Checked; and where it hides nothing, as of most of a causal ring's blocks, none: then kernels have nothing to compare."""
+    mask = EVERYTHING if mask is None else mask
     if not isinstance(mask, Mask) or q_at is None:
         check_mask(q, k, mask)
     else:
         check_mask_batch(q, mask)
-    return mask
+    if not mask.hides_nothing(*passed.at):
+        return mask
+    passed.bounds = EVERYTHING.bounds()
+    return EVERYTHING
 
 
 def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:

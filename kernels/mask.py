@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import POSITION_LIMIT
+from .segments import POSITION_LIMIT, Segment, reach
 
 NO_LIMIT = 2**31 - 1  # the value of hi where only the number of keys bounds it
 SENTINEL = -1  # "no left" or "no right" in Bounds
@@ -133,6 +133,14 @@ class Mask:
     def prefix_batch(self) -> int | None:
         prefix = self._bounds.prefix
         return prefix.shape[0] if prefix is not None and prefix.shape[0] != 1 else None
+
+    def hides_nothing(self, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> bool:
+        """Whether every query of these segments sees every key of those, as far as can be told without looking at documents."""
+        left, right, _, starts, _, _ = self._bounds
+        if starts is not None or not q_at or not k_at:
+            return False
+        (first_query, last_query), (first_key, last_key) = reach(q_at), reach(k_at)
+        return (left == SENTINEL or first_key >= last_query - left) and (right == SENTINEL or last_key <= first_query + right)
 
     def interval(self, positions: Tensor, num_keys: int | None = None) -> tuple[Tensor, Tensor]:
         """lo and hi (int64) of queries at these positions: (n,), or (B, n) if documents or prefix differ within a batch."""

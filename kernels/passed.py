@@ -16,7 +16,7 @@ from .mask import Bounds, Mask
 from .segments import Segment, Segments
 
 REMEMBERED = 4096  # calls that passed; then memory is emptied
-_EVERYTHING = Mask()
+EVERYTHING = Mask()
 _PLAIN = {float, int, bool, str, type(None)}
 Place = tuple[Segments, Segments]  # where queries and keys stand
 
@@ -27,6 +27,7 @@ class Passed:
     def __init__(self, at: Place) -> None:
         self.at = at
         self.again: Again | None = None
+        self.bounds: Bounds | None = None  # what `again` is given instead of the mask's own
 
 
 _passed: dict[Any, Passed] = {}
@@ -63,7 +64,7 @@ def rules_of(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bo
     1 here. None if only a check can say what it was told: then nothing is done again without it."""
     if not (isinstance(mask, Mask | None) and isinstance(q, Tensor)):
         return None, None
-    bounds = (_EVERYTHING if mask is None else mask).bounds(q.device)
+    bounds = (EVERYTHING if mask is None else mask).bounds(q.device)
     kinds = tuple(map(type, options))
     if seed is not None or not _PLAIN.issuperset(kinds):
         return bounds, None

@@ -51,6 +51,11 @@ def num_rows(segments: Sequence[Segment]) -> int:
     return sum(count for _, _, count in segments)
 
 
+def reach(segments: Sequence[Segment]) -> tuple[int, int]:
+    """The first and the last position."""
+    return min(start for start, _, _ in segments), max(start + step * (count - 1) for start, step, count in segments)
+
+
 def cut(segments: Sequence[Segment], first: int, end: int) -> list[Segment]:
     """The segments of the rows first … end - 1."""
     pieces = []

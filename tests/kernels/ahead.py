@@ -36,14 +36,17 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
     "d128-docs": (128, 128, torch.bfloat16, 8, 8, dict(mask=DOCUMENTS)),
     "d128-full": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask())),
+    "d128-block": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask(), at=ZIGZAG, carry=True)),  # a ring's that is seen whole
     "d128-ordered": (128, 128, torch.bfloat16, 8, 2, dict(deterministic=True)),
     "d128-dropout": (128, 128, torch.float16, 8, 8, dict(dropout=0.1)),
 }
 EVERYWHERE = ("d128-causal", "d64-causal")
 # portable kernels are the same without a mask and in order, and with documents d128-ring's
-ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ("d128-docs", "d128-full", "d128-ordered"))
+ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ("d128-docs", "d128-full", "d128-block", "d128-ordered"))
 # in Gluon without a mask only the forward is another kernel, and in order only the backward
-GLUON_FORWARD = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-softcap", "d128-docs", "d128-full")
+GLUON_FORWARD = (
+    "d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-block", "d128-softcap", "d128-docs", "d128-full",
+)  # fmt: skip
 GLUON_BACKWARD = (*GLUON_FORWARD[:-1], "d128-ordered")
 GLUON = (*GLUON_FORWARD, "d128-ordered")
 
@@ -73,6 +76,8 @@ MAY_SPILL = {
     "hopper/d256-causal/attention_forward": 48,
     "hopper/d128-ring/attention_forward": 64,
     "hopper/d128-ring/attention_backward": 32,
+    "hopper/d128-block/attention_forward": 32,
+    "hopper/d128-block/attention_backward": 16,
     "hopper/d128-softcap/attention_backward": 248,
     "hopper/d128-docs/attention_forward": 16,
     "hopper/d128-docs/attention_backward": 40,

@@ -262,6 +262,21 @@ def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: 
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_block_that_is_seen_whole_has_no_mask(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have nothing to compare then; whatever was asked before, the mask of each call counts."""
+    given, at = [], ([(64, 1, 32)], [(0, 1, 32)])
+    module = blocks._module("chunked", way == "backward")
+    run = getattr(module, f"block_{way}")
+    monkeypatch.setattr(module, f"block_{way}", lambda block, *rest: (given.append(block.mask), run(block, *rest))[1])
+    q, k, v, dout = (torch.randn(1, 32, 2, 16) for _ in range(4))
+    for mask, hides in ((Mask(causal=True), False), (Mask(causal=True, window=80), True), (Mask(causal=True), False)):
+        out, lse = block_forward(q, k, v, mask, *at, backend="chunked")
+        block_backward(dout, q, k, v, lse, output_delta(dout, out), mask, *at, *sums(q, k, v), backend="chunked")
+        assert (given[-1] is mask) == hides and (hides or given[-1].bounds() == Mask().bounds())
+    assert len(given) == 3
+
+
 UNIT = 100 if HAS_GPU else 10  # of rows, of which these sequences have 30
 PADDED = torch.tensor(packed(7 * UNIT, 10 * UNIT, -3 * UNIT, 10 * UNIT))
 ORDERED = {  # name: (heads, key heads, head dim, mask, whether rows are a zigzag's)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import Mask, attention
+from kernels.segments import positions
 
 from .cases import CASES, packed
 from .dense import Case
@@ -36,6 +37,22 @@ def test_interval_bounds() -> None:
     assert lo.tolist() == [0] * 4 and hi.tolist() == [1, 1, 2, 3]
     lo, hi = Mask(documents=torch.tensor([[0, 0, 1], [0, 1, 1]])).interval(torch.arange(3))
     assert lo.tolist() == [[0, 0, 2], [0, 1, 1]] and hi.tolist() == [[1, 1, 2], [0, 2, 2]]
+
+
+SEGMENTS = [[(0, 1, 4)], [(4, 1, 4)], [(3, 2, 3)], [(0, 1, 2), (6, 1, 2)], [(5, 1, 1)]]
+
+
+@pytest.mark.parametrize("q_at", SEGMENTS, ids=str)
+@pytest.mark.parametrize("k_at", SEGMENTS, ids=str)
+def test_hides_nothing(q_at: list, k_at: list) -> None:
+    """Exactly where everybody sees everything; documents are not looked at."""
+    at = positions(q_at), positions(k_at)
+    for options in (dict(), dict(causal=True), dict(window=3), dict(causal=True, window=6), dict(window=(5, 2))):
+        mask = Mask(**options)
+        assert mask.hides_nothing(q_at, k_at) == bool(mask.visible(*at).all()), mask
+    prefixed = Mask(causal=True, prefix=1)
+    assert not prefixed.hides_nothing(q_at, k_at) or prefixed.visible(*at).all()
+    assert not Mask(documents=torch.zeros(8, dtype=torch.int32)).hides_nothing(q_at, k_at)
 
 
 def test_from_lengths() -> None:
