@@ -30,21 +30,31 @@ Result = dict[str, Any]
 
 
 def attention(result: Result) -> str:
-    """Forward / backward TFLOP/s, a row a shape, a column a kernel; the best of each row is bold."""
+    """Forward / backward TFLOP/s, a row a shape, a column a kernel, and our best by the best rival; the best of a row is bold."""
     rows = {(row["shape"], row["kernel"]): row for row in result["rows"]}
     measured = {row["kernel"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
     ours = {row["kernel"] for row in result["rows"] if row["ours"]}
     columns = sorted(measured, key=lambda kernel: kernel in ours)  # rivals first, ours at the end, else as measured
-    lines = ["| TFLOP/s forward / backward | " + " | ".join(measured[kernel] for kernel in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
+    beside = ["ours ÷ the best rival"] if 0 < len(ours & measured.keys()) < len(columns) else []
+    lines = ["| TFLOP/s forward / backward | " + " | ".join([*(measured[kernel] for kernel in columns), *beside]) + " |"]
+    lines.append("|---" * (len(columns) + len(beside) + 1) + "|")
     for shape in result["shapes"]:
         its = [rows.get((shape["name"], kernel), {"status": "skipped"}) for kernel in columns]
         good = [row if row["status"] == "ok" else {} for row in its]
         cells = _bold(good, ("forward_tflops", "backward_tflops"), max, _number)
         for nth, row in enumerate(its):
             cells[nth] = {"wrong": "wrong result", "failed": "fails"}.get(row["status"], cells[nth])
+        if beside:
+            mine, rivals = ([row for row in good if row and (row["kernel"] in ours) is is_ours] for is_ours in (True, False))
+            cells.append(" / ".join(_ratio(f"{way}_tflops", mine, rivals) for way in ("forward", "backward")))
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, *_counted(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
+
+
+def _ratio(field: str, mine: list[Result], others: list[Result]) -> str:
+    if not mine or not others:
+        return "–"
+    return f"{max(row[field] for row in mine) / max(row[field] for row in others):.3f}"
 
 
 COUNTED = (("million cycles", "mcycles", "{:.3f}"), ("joules", "joules", "{:.3g}"))

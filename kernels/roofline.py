@@ -324,6 +324,8 @@ def dram_bytes(shape: str, kernel: str, way: str, dtype: str) -> float:
         "all",
         "--cache-control",
         "none",
+        "--clock-control",  # a shared GPU's clocks are left alone
+        "none",
         "--metrics",
         ",".join(METRICS),
     ]

@@ -203,7 +203,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
 
 
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
         pairs = [tuple(int(n) for n in text.split("/")) for text in args.heads]
-        settings = [Setting(_count(n), q, kv, args.head_dim, args.window) for n in args.tokens for q, kv in pairs]
+        settings = [Setting(count(n), q, kv, args.head_dim, args.window) for n in args.tokens for q, kv in pairs]
     except ValueError:
         parser.error(f"--tokens {args.tokens} are counts such as 8192 or 8k, --heads {args.heads} pairs such as 16/4")
     table = contestants()

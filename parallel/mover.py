@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from .beside import Transfer
-from .packed import Rows
+from .packed import Rows, new_rows
 from .plan import Piece, Plan
 
 
@@ -20,6 +20,10 @@ class Mover(ABC):
     @abstractmethod
     def publish(self, k: Tensor, v: Tensor) -> None:
         """Shows this rank's K/V to the others."""
+
+    def room(self, rows: int, k: Tensor, v: Tensor) -> Rows:
+        """Memory that a step's K/V come into."""
+        return new_rows(rows, k, v)
 
     @abstractmethod
     def fetch(self, index: int, into: Rows) -> Transfer:

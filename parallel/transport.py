@@ -37,7 +37,7 @@ from .groups import Pair
 from .layout import Layout
 from .messages import Messages
 from .mover import Mover, slots
-from .packed import by_rows, new_rows
+from .packed import by_rows
 from .plan import Piece, Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
@@ -135,7 +135,7 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
     if len(steps) > 1:
         mover.publish(k, v)
         most = max(step.num_keys for step in steps[1:])
-        buffers = [new_rows(most, k, v) for _ in range(min(2, len(steps) - 1))]
+        buffers = [mover.room(most, k, v) for _ in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
         if index + 1 == len(steps):
             yield index, step, *block

@@ -55,10 +55,10 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     text = (house / "README.md").read_text()
     assert text.splitlines()[3:8] == [
         "",
-        "| TFLOP/s forward / backward | FA4 | TRITON |",
-        "|---|---|---|",
-        "| a | 411 / **593** | **411** / 38.9 |",
-        "| b | **2** / **0.0123** | wrong result |",
+        "| TFLOP/s forward / backward | FA4 | TRITON | ours ÷ the best rival |",
+        "|---|---|---|---|",
+        "| a | 411 / **593** | **411** / 38.9 | 1.002 / 0.066 |",
+        "| b | **2** / **0.0123** | wrong result | – / – |",
     ]
     assert "Made-up GPU, bf16, torch 9.9, 2001-02-03, commit abc123: `python -m kernels.bench`" in text
     assert text.startswith("# Title\n") and text.endswith("\nAfter.\n")

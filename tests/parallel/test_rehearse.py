@@ -1,0 +1,79 @@
+"""A ring's rehearsal on one device: it gives the kernels what a ring would, and says how long that takes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import Mask
+from parallel import rehearse, ring
+from parallel.layout import Layout
+from parallel.peers import Setting
+from parallel.plan import make_plan
+from parallel.transport import blocks_per_step
+
+TINY = [
+    "--tokens",
+    "48",
+    "--heads",
+    "4/2",
+    "--head-dim",
+    "16",
+    "--device",
+    "cpu",
+    "--dtype",
+    "fp32",
+    "--rounds",
+    "1",
+    "--rep",
+    "1",
+]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, list[int]] = {"block_forward": [], "block_backward": []}
+
+    def record(name: str, keys: int) -> None:
+        run = getattr(ring, name)
+
+        def recorded(*args: Any, **options: Any) -> Any:
+            assert args[keys].isfinite().all()
+            given[name].append(args[keys].shape[1])
+            return run(*args, **options)
+
+        monkeypatch.setattr(ring, name, recorded)
+
+    record("block_forward", 1)
+    record("block_backward", 2)
+    ways = rehearse.passes(Setting(48, 4, 2, 16), "zigzag", 4, rank, "chunked", torch.device("cpu"), torch.float32)
+    for name, way, backward in zip(given, ways, (False, True), strict=True):
+        given[name].clear()
+        way()
+        layout = Layout("zigzag", 192, 4)
+        steps = make_plan(layout, Mask(causal=True), rank, blocks_per_step("pull", layout, True, 1, 2, backward)).steps
+        # without additions in memory half of the own block, here of its heads, comes last
+        own = [48] if not backward else [48, 48]
+        assert sorted(given[name]) == sorted([*own, *(step.num_keys for step in steps[1:])])
+
+
+def test_a_line_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rehearsal.json"
+    assert rehearse.main([*TINY, "--ranks", "3", "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("48-h4-2-d16", "alone", "rank 0", "rank 1", "rank 2")) and "rank 3" not in shown
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["rank"] for row in rows] == [None, 0, 1, 2] and rows[0]["both_share"] == 1
+    assert all(row["both_share"] > 0 and row["both_tflops"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "given, word",
+    [(["--ranks", "1"], "at least 2"), (["--rank", "4"], "0 … 3"), (["--heads", "4"], "4/2"), (["--cycles"], "cycles")],
+)
+def test_what_cannot_be_rehearsed(given: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rehearse.main([*TINY, *given])
+    assert word in capsys.readouterr().err.replace("16/4", "4/2")
