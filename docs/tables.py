@@ -30,12 +30,12 @@ Result = dict[str, Any]
 
 
 def attention(result: Result) -> str:
-    """Forward / backward TFLOP/s, a row a shape, a column a kernel, and our best by the best rival; the best of a row is bold."""
+    """Forward / backward TFLOP/s, a row a shape, a column a kernel, then our best by the best rival; the best is bold."""
     rows = {(row["shape"], row["kernel"]): row for row in result["rows"]}
     measured = {row["kernel"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
     ours = {row["kernel"] for row in result["rows"] if row["ours"]}
     columns = sorted(measured, key=lambda kernel: kernel in ours)  # rivals first, ours at the end, else as measured
-    beside = ["ours ÷ the best rival"] if 0 < len(ours & measured.keys()) < len(columns) else []
+    beside = ["our best ÷ the best rival"] if 0 < len(ours & measured.keys()) < len(columns) else []
     lines = ["| TFLOP/s forward / backward | " + " | ".join([*(measured[kernel] for kernel in columns), *beside]) + " |"]
     lines.append("|---" * (len(columns) + len(beside) + 1) + "|")
     for shape in result["shapes"]:

@@ -26,6 +26,7 @@ from .checks import (
     check_address,
     check_block,
     check_gradients,
+    check_head_start,
     check_like,
     check_mask,
     check_mask_batch,
@@ -134,6 +135,7 @@ def block_forward(
     carry's own: a tile of queries reads its rows before it writes them. `deterministic` is always true here.
     """
 
+    check_head_start(head_start)
     segments = read_once(q_at), read_once(k_at)
 
     def check() -> Place:
@@ -222,6 +224,7 @@ def block_backward(
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     gradients = Gradients(dout, lse, delta, dq, dk, dv)
 
+    check_head_start(head_start)
     segments = read_once(q_at), read_once(k_at)
 
     def check() -> Place:

@@ -75,6 +75,11 @@ def check_mask_batch(q: Tensor, mask: Mask) -> None:
             raise ValueError(f"{name} are given for a batch of {size}, q has {q.shape[0]}: give one row, or one for each")
 
 
+def check_head_start(head_start: int) -> None:
+    if type(head_start) is not int or head_start < 0:
+        raise ValueError(f"head_start={head_start!r} must be an int >= 0: the number of q's first head in the whole model")
+
+
 def check_options(
     q: Tensor,
     scale: float | None,

@@ -135,7 +135,7 @@ class Mask:
         return prefix.shape[0] if prefix is not None and prefix.shape[0] != 1 else None
 
     def hides_nothing(self, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> bool:
-        """Whether every query of these segments sees every key of those, as far as can be told without looking at documents."""
+        """Whether all queries of these segments see all keys of those; no, if only documents or a prefix could tell."""
         left, right, _, starts, _, _ = self._bounds
         if starts is not None or not q_at or not k_at:
             return False

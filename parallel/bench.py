@@ -123,18 +123,25 @@ def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) ->
 def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
     """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
 
-    A call that is longer than that is its own median: the rounds repeat it.
+    One goes before, for which GPUs were idle. Of calls that are longer than that one more is enough: the rounds repeat it.
     """
-    first = _largest(_spans(call, place, 1)[0], place)
-    if first > rep:
-        return first
-    calls = max(3, min(50, int(rep / first)))
-    return _largest(statistics.median(_spans(call, place, calls)), place)
+
+    def together(calls: int) -> list[float]:
+        dist.barrier(group=place.ring.context_group)
+        return spans(call, place.device, calls)
+
+    first = _largest(together(1)[0], place)
+    return _largest(statistics.median(together(how_often(first, rep))), place)
 
 
-def _spans(call: Callable[[], object], place: Place, calls: int) -> list[float]:
-    dist.barrier(group=place.ring.context_group)
-    if place.device.type != "cuda":
+def how_often(ms: float, rep: float) -> int:
+    """Calls that take so many ms, in a turn of `rep` ms."""
+    return 1 if ms > rep else max(3, min(50, int(rep / ms)))
+
+
+def spans(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """ms of each."""
+    if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(calls):
             call()

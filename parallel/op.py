@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from kernels import Mask
 from kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
 from kernels.blocks import choose_backend
-from kernels.checks import check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
+from kernels.checks import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from kernels.mask import Bounds
 
 from . import progress
@@ -66,8 +66,7 @@ def ring_attention(
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not told to the others, who have them too: under jvp nothing can be sent
     try:
         q, k, v = cast_for_autocast(q, k, v)
-        if type(head_start) is not int or head_start < 0:
-            raise ValueError(f"head_start={head_start!r} must be an int >= 0: the number of q's first head in the whole model")
+        check_head_start(head_start)
         _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, deterministic, layout, size, transport)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot

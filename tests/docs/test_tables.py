@@ -55,7 +55,7 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     text = (house / "README.md").read_text()
     assert text.splitlines()[3:8] == [
         "",
-        "| TFLOP/s forward / backward | FA4 | TRITON | ours ÷ the best rival |",
+        "| TFLOP/s forward / backward | FA4 | TRITON | our best ÷ the best rival |",
         "|---|---|---|---|",
         "| a | 411 / **593** | **411** / 38.9 | 1.002 / 0.066 |",
         "| b | **2** / **0.0123** | wrong result | – / – |",

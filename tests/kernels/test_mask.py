@@ -40,12 +40,13 @@ def test_interval_bounds() -> None:
 
 
 SEGMENTS = [[(0, 1, 4)], [(4, 1, 4)], [(3, 2, 3)], [(0, 1, 2), (6, 1, 2)], [(5, 1, 1)]]
+BEFORE = [(-3, 1, 4)]  # queries may stand before the first key
 
 
-@pytest.mark.parametrize("q_at", SEGMENTS, ids=str)
+@pytest.mark.parametrize("q_at", [*SEGMENTS, BEFORE], ids=str)
 @pytest.mark.parametrize("k_at", SEGMENTS, ids=str)
 def test_hides_nothing(q_at: list, k_at: list) -> None:
-    """Exactly where everybody sees everything; documents are not looked at."""
+    """Exactly where everybody sees everything; documents and prefixes are not looked at."""
     at = positions(q_at), positions(k_at)
     for options in (dict(), dict(causal=True), dict(window=3), dict(causal=True, window=6), dict(window=(5, 2))):
         mask = Mask(**options)
