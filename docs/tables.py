@@ -188,6 +188,20 @@ def train(result: Result) -> str:
     return "\n".join(lines) + f"\n\n{picture}{_origin(result)}"
 
 
+def tries(result: Result) -> str:
+    """What was tried on a kernel and what each try gave, what leaving a part out would give, and counters."""
+    gave = lambda row: ", ".join(f"{shape} {figure}" for shape, figure in row["gave"].items())  # noqa: E731
+    lines = ["| tried | taken | of | before ÷ with it |", "|---|---|---|---|"]
+    for row in result["tries"]:
+        lines.append(f"| {row['which']}: {row['what']} | {'yes' if row['taken'] else 'no'} | {row['unit']} | {gave(row)} |")
+    lines += ["", "| cycles, before ÷ without a part (values are wrong then) | |", "|---|---|"]
+    lines += [f"| {row['which']}, {row['what']} | {gave(row)} |" for row in result["limits"]]
+    lines += ["", "| busy, by Nsight Compute | |", "|---|---|"]
+    lines += [f"| {row['what']} | {gave(row)} |" for row in result["counters"]]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join(lines) + f"\n\n{result['device']}, {result['dtype']}, {versions}, {result['date']}, {result['source']}."
+
+
 def _number(value: float) -> str:
     """Three digits: 626, 53.7, 0.0342."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -200,7 +214,13 @@ def _origin(result: Result) -> str:
     return f"{result['device']}, {result['dtype']}, {versions}, {result['date']}{commit}: `{result['command']}`"
 
 
-KINDS: dict[str, Callable[[Result], str]] = {"attention": attention, "tiles": tiles, "ring": ring, "train": train}
+KINDS: dict[str, Callable[[Result], str]] = {
+    "attention": attention,
+    "tiles": tiles,
+    "ring": ring,
+    "train": train,
+    "tries": tries,
+}
 
 
 def render(name: str, results: Path, maybe: bool = False) -> str:

@@ -67,6 +67,16 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     assert (house / "README.md").read_text() == text
 
 
+def test_tries_say_what_each_gave() -> None:
+    tried = dict(which="forward", what="q in registers", unit="cycles", taken=False, gave={"full": "1.013", "window": "0.967"})
+    left_out = dict(which="backward", what="without dq", gave={"16k": "1.09"})
+    about = dict(device="Made-up GPU", dtype="bf16", date="2001", versions={"triton": "9.9"}, source="copied by hand")
+    text = tables.tries(about | dict(tries=[tried], limits=[left_out], counters=[dict(what="D64", gave={"L2": "42 %"})]))
+    assert "| forward: q in registers | no | cycles | full 1.013, window 0.967 |" in text
+    assert "| backward, without dq | 16k 1.09 |" in text and "| D64 | L2 42 % |" in text
+    assert text.endswith("Made-up GPU, bf16, triton 9.9, 2001, copied by hand.")
+
+
 def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
     rows = [
         row("a", "triton", 1, 1, forward_mcycles=2.5, backward_mcycles=7.0),
