@@ -190,7 +190,10 @@ def train(result: Result) -> str:
 
 def tries(result: Result) -> str:
     """What was tried on a kernel and what each try gave, what leaving a part out would give, and counters."""
-    gave = lambda row: ", ".join(f"{shape} {figure}" for shape, figure in row["gave"].items())  # noqa: E731
+
+    def gave(row: Result) -> str:
+        return ", ".join(f"{shape} {figure}" for shape, figure in row["gave"].items())
+
     lines = ["| tried | taken | of | before ÷ with it |", "|---|---|---|---|"]
     for row in result["tries"]:
         lines.append(f"| {row['which']}: {row['what']} | {'yes' if row['taken'] else 'no'} | {row['unit']} | {gave(row)} |")
