@@ -53,7 +53,7 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-PART_BYTES = 2**29  # a step's dK/dV above this travel in up to four parts, and a block's are not kept twice
+PART_BYTES = 2**28  # a step's dK/dV above this travel in up to four parts, and a block's are not kept twice
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 

@@ -24,7 +24,7 @@ GIB = 2**30
 RESERVE = 0.08
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
-PART_BYTES = 2**29  # parallel.transport
+PART_BYTES = 2**28  # parallel.transport
 
 
 @dataclass
