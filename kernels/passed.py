@@ -27,7 +27,8 @@ class Passed:
     def __init__(self, at: Place) -> None:
         self.at = at
         self.again: Again | None = None
-        self.bounds: Bounds | None = None  # what `again` is given instead of the mask's own
+        # What `again` is given instead of the mask's own. (Calls whose masks this does not tell apart never ask `again`.)
+        self.bounds: Bounds | None = None
 
 
 _passed: dict[Any, Passed] = {}

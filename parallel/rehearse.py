@@ -47,10 +47,11 @@ class There(Mover):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.rooms: list[Rows] = []
+        self.turn = 0
         self.parts: dict[Any, Tensor] = {}
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        self.turn = 0  # of rooms: a call asks for the same ones again
+        self.turn = 0  # each call asks for the same rooms again
 
     def room(self, rows: int, k: Tensor, v: Tensor) -> Rows:
         if self.turn == len(self.rooms):
@@ -148,9 +149,7 @@ def report(setting: Setting, layout: Layout, rows: list[Row]) -> str:
     counted = "cycles_share" in rows[0]
     lines = [
         f"\n{setting.name}: {setting.tokens} tokens on each of {layout.ranks} ranks, {layout.kind}, without transfers",
-        f"  {'':<8}{'TFLOP/s':>9}{'share of alone':>16}{'forward':>9}{'in cycles':>11}".removesuffix(
-            "" if counted else "  in cycles"
-        ),
+        f"  {'':<8}{'TFLOP/s':>9}{'share of alone':>16}{'forward':>9}" + (f"{'in cycles':>11}" if counted else ""),
     ]
     for row in rows:
         name = "alone" if row["rank"] is None else f"rank {row['rank']}"

@@ -43,11 +43,11 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 EVERYWHERE = ("d128-causal", "d64-causal")
 # portable kernels are the same without a mask and in order, and with documents d128-ring's
 ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ("d128-docs", "d128-full", "d128-block", "d128-ordered"))
-# of all that Gluon kernels can be: in the backward no mask changes little, in the forward an order nothing
-GLUON_BOTH = ("d64-causal", "d128-causal", "d256-causal", "d128-ring", "d128-softcap", "d128-docs")
-GLUON_FORWARD = (*GLUON_BOTH, "d128-full", "d128-block")
-GLUON_BACKWARD = (*GLUON_BOTH, "d192-128", "d128-ordered")
-GLUON = tuple(dict.fromkeys((*GLUON_FORWARD, *GLUON_BACKWARD)))
+# in Gluon without a mask and a carry only the forward is another kernel, and in order only the backward
+GLUON_BOTH = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-block", "d128-softcap", "d128-docs")
+GLUON_FORWARD = (*GLUON_BOTH, "d128-full")
+GLUON_BACKWARD = (*GLUON_BOTH, "d128-ordered")
+GLUON = (*GLUON_BOTH, "d128-full", "d128-ordered")
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
 NAMED = [
@@ -76,6 +76,7 @@ MAY_SPILL = {
     "hopper/d128-ring/attention_forward": 64,
     "hopper/d128-ring/attention_backward": 32,
     "hopper/d128-block/attention_forward": 32,
+    "hopper/d128-block/attention_backward": 16,
     "hopper/d128-softcap/attention_backward": 248,
     "hopper/d128-docs/attention_forward": 16,
     "hopper/d128-docs/attention_backward": 40,
@@ -102,11 +103,13 @@ SPILL_MORE = {
         "hopper/d256-causal/attention_forward": 80,
         "hopper/d128-ring/attention_forward": 80,
         "hopper/d128-block/attention_forward": 48,
+        "hopper/d192-128/attention_forward": 24,
         "hopper/d128-softcap/attention_forward": 32,
         "hopper/d128-docs/attention_forward": 32,
         "hopper/d128-causal/attention_backward": 48,
         "hopper/d128-ordered/attention_backward": 64,
         "hopper/d128-ring/attention_backward": 56,
+        "hopper/d128-block/attention_backward": 32,
         "hopper/d128-softcap/attention_backward": 256,
     },
 }

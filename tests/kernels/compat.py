@@ -19,7 +19,8 @@ from .ahead import NAMED, wrong
 
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 GROUPS = ("hopper", "sm_90")
-KERNELS = [name for name in NAMED if name.startswith(GROUPS) and not name.endswith("sum_and_cast")]
+# At most forty, which the tests hold; a block seen whole is compiled by the tests' own Triton alone, as small sums are.
+KERNELS = [name for name in NAMED if name.startswith(GROUPS) and "d128-block" not in name and "sum_and_cast" not in name]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

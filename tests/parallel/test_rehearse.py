@@ -15,21 +15,8 @@ from parallel.plan import make_plan
 from parallel.transport import blocks_per_step
 
 TINY = [
-    "--tokens",
-    "48",
-    "--heads",
-    "4/2",
-    "--head-dim",
-    "16",
-    "--device",
-    "cpu",
-    "--dtype",
-    "fp32",
-    "--rounds",
-    "1",
-    "--rep",
-    "1",
-]
+    "--tokens", "48", "--heads", "4/2", "--head-dim", "16", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--rep", "1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", range(4))
