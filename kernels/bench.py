@@ -5,6 +5,7 @@
     python -m kernels.bench --roofline                          # what limits each, and how near it comes: see roofline.py
     python -m kernels.bench --only hopper --cycles              # clock cycles, to compare with those of another checkout
     python -m kernels.bench --only hopper,fa4 --cycles --energy # and joules: what a clock is low for
+    python -m kernels.bench --only hopper,fa4 --counters        # which unit of the chip is busy how much: see counters.py
 
 Every kernel gets the same inputs and first has to be right: out, dq, dk and dv of the first and the last KV head, at full
 length, against the definition computed in fp32 (fp64 for fp32 inputs); and finite everywhere. Only then is it timed. Clocks
@@ -24,10 +25,16 @@ from pathlib import Path
 
 import torch
 
-from . import roofline
+from . import counters, roofline
 from .measure import DTYPES, ROOT, Count, Row, kernels, machine, measure, slug
 from .peers import DEFAULT_SHAPES, SHAPES, WAYS, Shape
 from .plots import draw_roofline
+
+NVIDIA_ONLY = dict(
+    cycles="the clocks of NVIDIA's multiprocessors",
+    energy="the counter of NVIDIA's driver",
+    counters="what Nsight Compute counts on NVIDIA's GPUs",
+)
 
 
 def report(shape: Shape, rows: list[Row]) -> str:
@@ -55,6 +62,8 @@ def report(shape: Shape, rows: list[Row]) -> str:
         if "forward_joules" in row:
             line += f"  {row['forward_joules']:.4g} / {row['backward_joules']:.4g} J"
             line += f" at {row['forward_watts']:.0f} / {row['backward_watts']:.0f} W"
+            line += f" of {row['forward_watts_limit']:.0f}, by which the clock is held down"
+            line += f" {row['forward_held_down']:.0%} / {row['backward_held_down']:.0%} of the time"
         lines.append(line)
     good = [row for row in rows if row["status"] == "ok"]
     ours, rivals = ([row for row in good if row["ours"] is mine] for mine in (True, False))
@@ -83,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rep", type=float, default=200, help="ms of one turn (default %(default)s)")
     parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
     parser.add_argument("--energy", action="store_true", help="count joules too, as the driver does, for two seconds each")
+    parser.add_argument("--counters", action="store_true", help="count busy units too, with Nsight Compute")
     parser.add_argument(
         "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default attention-DEVICE)"
     )
@@ -145,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     if (args.saved or args.plot is not None) and not args.roofline:
         parser.error("--from and --plot belong to --roofline: add it")
     if args.roofline and (args.saved or not torch.cuda.is_available()):
-        for name in ("only", "device", "dtype", "rounds", "rep", "cycles", "energy", "save", "json"):
+        for name in ("only", "device", "dtype", "rounds", "rep", "cycles", "energy", "counters", "save", "json"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} belongs to a measurement, and saved results are shown as they are: leave it out")
         try:
@@ -157,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no GPU here: use --device cpu")
-    for name, reads in (("cycles", "the clocks of NVIDIA's multiprocessors"), ("energy", "the counter of NVIDIA's driver")):
+    for name, reads in NVIDIA_ONLY.items():
         if getattr(args, name) and (args.device == "cpu" or torch.version.hip):
             parser.error(f"--{name} reads {reads}: leave it out here")
     usual = [name for name, kernel in kernels().items() if args.device in kernel.devices]
@@ -188,15 +198,17 @@ def main(argv: list[str] | None = None) -> int:
         f" --rounds {args.rounds} --rep {args.rep:g}"
         + " --cycles" * args.cycles
         + " --energy" * args.energy
+        + " --counters" * args.counters
         + " --roofline" * args.roofline
     )
-    rows: list[Row] = []
+    rows, note = list[Row](), ""
     result = {"kind": "attention", **about, "dtype": dtype, "command": f"python -m kernels.bench {chosen}"}
     for index, shape in enumerate(shapes):
         its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep, counts(args))
         print(report(shape, its), flush=True)
         rows += its
-        note = roofline.count(rows, dtype) if args.roofline and index + 1 == len(shapes) else ""
+        if args.roofline or args.counters:
+            note = counters.count(its, dtype, None if args.counters else tuple(roofline.KERNELS))
         result |= {"shapes": [asdict(shape) for shape in shapes[: index + 1]], "rows": rows}
         if path is not None:  # after each shape: who is cut short keeps what was measured
             path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -204,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nwritten: {path}")
     if args.roofline:
         show_roofline([result], args.plot, note)
+    elif args.counters:
+        print(f"{counters.report(rows)}\n\n{note}")
     return int(any(row["ours"] and row["status"] == "wrong" for row in rows))
 
 

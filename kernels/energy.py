@@ -1,7 +1,7 @@
 """How many joules a call takes, by the counter of NVIDIA's driver (NVML), which counts the whole GPU, whoever works on it.
 
 A GPU has so many watts and no more: a kernel that takes more in a cycle gets a lower clock. So of two kernels that take as many
-cycles, the one with fewer joules is faster.
+cycles, the one with fewer joules is faster. Whether it was so is asked too: the driver says when power holds the clock down.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import torch
 
 SECONDS = 2.0  # that a measurement takes at least; the counter has a new value some twenty times in it
 LOOK = 10.0  # ms between two looks at the counter
+POWER_HOLDS_DOWN = 0x4 | 0x80  # of the reasons for a clock: the driver's limit, and a brake from outside
 
 
 class Counter:
@@ -31,6 +32,18 @@ class Counter:
         millijoules = ctypes.c_ulonglong()
         self._ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
         return millijoules.value / 1000
+
+    def limit(self) -> float:
+        """Watts that the GPU may take."""
+        milliwatts = ctypes.c_uint()
+        self._ask("nvmlDeviceGetEnforcedPowerLimit", self.handle, ctypes.byref(milliwatts))
+        return milliwatts.value / 1000
+
+    def held_down(self) -> bool:
+        """Whether the clock is low at this moment for the sake of power."""
+        reasons = ctypes.c_ulonglong()
+        self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self.handle, ctypes.byref(reasons))
+        return bool(reasons.value & POWER_HOLDS_DOWN)
 
     def _ask(self, what: str, *given: Any) -> None:
         if code := getattr(self.library, what)(*given):
@@ -67,6 +80,7 @@ def between_ticks(calls: Callable[[], int], joules: Callable[[], float], now: Ca
 
 def count_energy(call: Callable[[], object], ms: float, _rep: float, device: torch.device) -> dict[str, float]:
     counter, at_once = Counter(device), max(1, int(LOOK / ms))
+    looks: list[bool] = []
 
     def start() -> torch.cuda.Event:
         for _ in range(at_once):
@@ -80,8 +94,9 @@ def count_energy(call: Callable[[], object], ms: float, _rep: float, device: tor
     def calls() -> int:
         nonlocal running
         done, running = running, start()  # so the GPU has work while the host asks the driver, which takes milliseconds
+        looks.append(counter.held_down())
         done.synchronize()
         return at_once
 
     joules, watts = between_ticks(calls, counter.joules, time.perf_counter)
-    return {"joules": joules, "watts": watts}
+    return {"joules": joules, "watts": watts, "watts_limit": counter.limit(), "held_down": sum(looks) / len(looks)}

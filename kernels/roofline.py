@@ -14,11 +14,7 @@ if they keep step. That is the least, so speed = FLOPs / max(FLOPs / peak, memor
 how much of it was measured. Nsight Compute's DRAM bytes, where it is there, stand beside the model's.
 """
 
-import csv
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,52 +302,3 @@ def load(paths: Iterable[Path], shapes: Iterable[str] | None = None) -> list[dic
             result["shapes"] = [shape for shape in result["shapes"] if shape["name"] in set(shapes)]
         results.append(result)
     return results
-
-
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-
-
-def dram_bytes(shape: str, kernel: str, way: str, dtype: str) -> float:
-    """What Nsight Compute counts of one call in a process of its own; RuntimeError says why it does not."""
-    tool = shutil.which("ncu")
-    if tool is None:
-        raise RuntimeError("ncu is not on the PATH: install Nsight Compute to have DRAM bytes counted")
-    # caches as the call before left them, as in a run
-    options = [
-        "--profile-from-start",
-        "off",
-        "--target-processes",
-        "all",
-        "--cache-control",
-        "none",
-        "--clock-control",  # a shared GPU's clocks are left alone
-        "none",
-        "--metrics",
-        ",".join(METRICS),
-    ]
-    options += ["--csv", "--page", "raw", "--print-units", "base"]
-    command = [tool, *options, sys.executable, "-m", "kernels.profiled", shape, kernel, way, dtype]
-    root = Path(__file__).resolve().parent.parent
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"ncu is here, but did not count: {error}") from None
-    lines = done.stdout.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if done.returncode or start is None:
-        reason = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
-        raise RuntimeError(f"ncu is here, but did not count: {' '.join(reason[:1]) or 'no kernel was profiled'}")
-    rows = [row for row in csv.DictReader(lines[start:]) if row["ID"]]  # the row behind the heading has only units
-    return sum(float(row[metric].replace(",", "")) for row in rows for metric in METRICS)
-
-
-def count(rows: list[dict[str, Any]], dtype: str) -> str:
-    """Adds DRAM bytes to the rows that were measured; a line about it."""
-    for row in rows:
-        if row["status"] == "ok" and row["kernel"] in KERNELS:
-            for way in WAYS:
-                try:
-                    row[f"{way}_dram_bytes"] = dram_bytes(row["shape"], row["kernel"], way, dtype)
-                except RuntimeError as error:
-                    return str(error)
-    return "ncu: DRAM bytes of one call, caches as the call before left them"

@@ -150,6 +150,7 @@ def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.Mo
         (["--rounds", "0"], "at least 1"),
         (["--cycles"], "leave it out here"),
         (["--energy"], "leave it out here"),
+        (["--counters"], "leave it out here"),
         (["--json", "no/such/folder/x.json"], "make it first"),
         (["--shapes", "huge"], "invalid choice"),
     ],
@@ -177,7 +178,7 @@ def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> Non
 
     def count(call, ms: float, rep: float, device: torch.device) -> dict[str, float]:
         call()
-        return {"mcycles": ms * 2, "joules": rep, "watts": 700.0}
+        return {"mcycles": ms * 2, "joules": rep, "watts": 700.0, "watts_limit": 700.0, "held_down": 0.5}
 
     def fails(*_: object) -> dict[str, float]:
         raise RuntimeError("boom")
@@ -197,6 +198,7 @@ class Driver:
         self.code, self.watts = 0, (500.0, 100.0)
         self.seconds = self.ends = 0.0  # the host's time, and when the GPU is through with its work
         self.worked = 0.0  # seconds of it so far that the GPU has had work for
+        self.looked = 0  # at why its clock is as it is
 
     def work(self, ms: float) -> None:
         """A call: the host gives it in no time, and the GPU takes it up behind those before."""
@@ -211,6 +213,15 @@ class Driver:
 
     def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
         return 0 if name == b"GPU-1234" else 6
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object, to) -> int:
+        to._obj.value = 700_000
+        return 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, to) -> int:
+        self.looked += 1
+        to._obj.value = 0x4 if self.looked % 4 else 0x1  # power, and nothing to do
+        return 0
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, to) -> int:
         tick = self.seconds // 0.1 * 0.1
@@ -244,6 +255,7 @@ def test_joules_are_those_of_one_call(driver: Driver) -> None:
     for ms in (0.01, 3.0, 70.0, 2000.0):
         found = energy.count_energy(lambda ms=ms: driver.work(ms), ms, 200.0, torch.device("cuda"))
         assert found["joules"] == pytest.approx(0.5 * ms, rel=0.05) and found["watts"] == pytest.approx(500, rel=0.05)
+        assert found["watts_limit"] == 700 and found["held_down"] == pytest.approx(0.75, abs=0.25)
 
 
 def test_a_counter_that_does_not_count_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,13 @@
 """The roofline's bytes and FLOPs against counts by hand, how they must grow, and what the commands say."""
 
 import json
-import stat
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels import bench, hopper_tiles, profiled, roofline, triton_tiles
+from kernels import bench, hopper_tiles, roofline, triton_tiles
 from kernels.peers import SHAPES, Shape, mask_of
 from kernels.roofline import ALGORITHMS, CHIPS, WAYS, Chip, Sizes, Stream, Work, chunked, flash, standard, tile_pairs
 
@@ -256,95 +254,3 @@ def test_a_result_it_cannot_read_is_refused(changes: dict, says: str, saved: Pat
     with pytest.raises(SystemExit):
         bench.main(["--roofline", "--from", str(saved)])
     assert says in capsys.readouterr().err
-
-
-NCU = """#!/bin/sh
-echo "$@" > {seen}
-echo '==PROF== Connected to process'
-echo '"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"'
-echo '"","","byte","byte"'
-echo '"0","first, with a comma","1,000","24"'
-echo '"1","second","2000","0"'
-"""
-
-
-def fake_ncu(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = folder / "ncu"
-    tool.write_text(script)
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
-
-
-def test_bytes_are_added_over_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ncu(tmp_path, NCU.format(seen=tmp_path / "seen"), monkeypatch)
-    assert roofline.dram_bytes("tiny", "triton", "backward", "bf16") == 3024
-    assert (tmp_path / "seen").read_text().split()[-6:] == ["-m", "kernels.profiled", "tiny", "triton", "backward", "bf16"]
-    rows = result()["rows"]
-    assert roofline.count(rows, "bf16").startswith("ncu: DRAM bytes")
-    assert rows[0]["forward_dram_bytes"] == rows[0]["backward_dram_bytes"] == 3024
-    assert "forward_dram_bytes" not in rows[3]  # a wrong kernel's bytes are nothing to know
-
-
-def test_without_ncu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    rows = result()["rows"]
-    assert "not on the PATH" in roofline.count(rows, "bf16") and "backward_dram_bytes" not in rows[0]
-
-
-def test_why_ncu_did_not_count_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ncu(tmp_path, "#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM no permission'\nexit 1\n", monkeypatch)
-    assert "ERR_NVGPUCTRPERM" in roofline.count(result()["rows"], "bf16")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_ncu_looks_at_is_one_call(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def run(q, k, v, shape):
-        calls.append("forward")
-        out = q * k.mean() * v.mean()
-        out.register_hook(lambda grad: calls.append("backward"))
-        return out
-
-    monkeypatch.setattr(profiled, "DEVICE", "cpu")
-    monkeypatch.setattr(profiled, "kernels", lambda: {"triton": SimpleNamespace(run=run)})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: calls.append(name))
-    profiled.main("tiny", "triton", way, "fp32")
-    assert calls[calls.index("start") :] == ["start", way, "stop"] and {"forward", "backward"} <= set(
-        calls[: calls.index("start")]
-    )
-
-
-def test_measured_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """As on a GPU, except that the CPU computes."""
-    fake_ncu(tmp_path, NCU.format(seen=tmp_path / "seen"), monkeypatch)
-    about = {"device": "NVIDIA H200", "date": "2026-01-01", "commit": None, "versions": {}}
-    monkeypatch.setattr(bench, "machine", lambda device: about)
-    monkeypatch.setattr(bench.roofline.torch.cuda, "is_available", lambda: True)
-    path = tmp_path / "result.json"
-    argv = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "bf16",
-        "--shapes",
-        "tiny",
-        "--only",
-        "chunked,sdpa-math",
-        "--rep",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    assert bench.main([*argv, "--roofline", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert written["command"].endswith("--roofline")
-    rows = {row["kernel"]: row for row in written["rows"]}
-    assert rows["chunked"]["forward_dram_bytes"] == 3024 and rows["sdpa-math"]["status"] == "ok"
-    out = capsys.readouterr().out
-    assert "tiny" in out and "bound by" in out and "ncu: DRAM bytes of one call" in out
-    with pytest.raises(SystemExit):
-        bench.main(["--device", "cpu", "--dtype", "fp32", "--roofline"])
-    assert "--dtype bf16" in capsys.readouterr().err
