@@ -48,7 +48,8 @@ def attention(result: Result) -> str:
             mine, rivals = ([row for row in good if row and (row["kernel"] in ours) is is_ours] for is_ours in (True, False))
             cells.append(" / ".join(_ratio(f"{way}_tflops", mine, rivals) for way in ("forward", "backward")))
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_counted(result, columns, measured), *_each_tile(result)]) + "\n\n" + _origin(result)
+    lines += [*_counted(result, columns, measured), *_busy(result, measured), *_each_tile(result)]
+    return "\n".join(lines) + "\n\n" + _origin(result)
 
 
 def _ratio(field: str, mine: list[Result], others: list[Result]) -> str:
@@ -73,6 +74,32 @@ def _counted(result: Result, columns: list[str], labels: dict[str, str]) -> list
             its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
             cells = _bold(its, (f"forward_{field}", f"backward_{field}"), min, text.format)
             lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
+    asked = [(row, way) for row in result["rows"] for way in ("forward", "backward") if f"{way}_held_down" in row]
+    if asked:
+        watts, limits, held = (
+            _range({row[f"{way}_{what}"] for row, way in asked}, text)
+            for what, text in (("watts", "{:.0f}"), ("watts_limit", "{:.0f}"), ("held_down", "{:.0%}"))
+        )
+        lines += ["", f"They took {watts} W. The limit of {limits} W held the clock down {held} of the time."]
+    return lines
+
+
+def _range(values: set[float], text: str) -> str:
+    return " to ".join(dict.fromkeys(text.format(value) for value in (min(values), max(values))))
+
+
+def _busy(result: Result, labels: dict[str, str]) -> list[str]:
+    """How busy the units of the chip were, where Nsight Compute counted it."""
+    found = [(row, way) for row in result["rows"] for way in ("forward", "backward") if f"{way}_busy" in row]
+    if not found:
+        return []
+    units = list(found[0][0][f"{found[0][1]}_busy"])
+    lines = ["", "| busy, by Nsight Compute | | " + " | ".join(units) + " | GiB of DRAM | the longest kernel's share |"]
+    lines.append("|---|---" + "|--:" * (len(units) + 2) + "|")
+    for row, way in sorted(found, key=lambda pair: pair[1] == "backward"):
+        cells = [f"{row[f'{way}_busy'][unit]:.0%}" for unit in units]
+        cells += [f"{row[f'{way}_dram_bytes'] / 2**30:.2f}", f"{row[f'{way}_longest_share']:.1%}"]
+        lines.append(f"| {row['shape']} {way} | {labels[row['kernel']]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -189,7 +216,7 @@ def train(result: Result) -> str:
 
 
 def tries(result: Result) -> str:
-    """What was tried on a kernel and what each try gave, what leaving a part out would give, and counters."""
+    """What was tried on a kernel and what each try gave, and what leaving a part out would give."""
 
     def gave(row: Result) -> str:
         return ", ".join(f"{shape} {figure}" for shape, figure in row["gave"].items())
@@ -199,8 +226,6 @@ def tries(result: Result) -> str:
         lines.append(f"| {row['which']}: {row['what']} | {'yes' if row['taken'] else 'no'} | {row['unit']} | {gave(row)} |")
     lines += ["", "| cycles, before ÷ without a part (values are wrong then) | |", "|---|---|"]
     lines += [f"| {row['which']}, {row['what']} | {gave(row)} |" for row in result["limits"]]
-    lines += ["", "| busy, by Nsight Compute | |", "|---|---|"]
-    lines += [f"| {row['what']} | {gave(row)} |" for row in result["counters"]]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join(lines) + f"\n\n{result['device']}, {result['dtype']}, {versions}, {result['date']}, {result['source']}."
 

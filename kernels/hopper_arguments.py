@@ -74,7 +74,8 @@ def backward_arguments(
     # but not 64 rows among which another document begins; unless programs take turns tiles begin where documents do
     in_rows = not staged or (mask[2] is not None and turns is None)
     if turns is None:
-        together = heads_together(mask, q_rows * group * (2 * q.element_size() + 4) * width, 1, many=True)
+        many = mask[2] is not None or width > 128
+        together = heads_together(mask, q_rows * group * (2 * q.element_size() + 4) * width, 1, many)
     else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
         together = num_sequences
     given = dict(
@@ -122,8 +123,9 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
 def heads_together(mask: tuple[Any, ...], streamed: int, group: int, many: bool) -> int:
     """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
 
-    But not fewer than two; and `many` where more were faster though they do not all fit: in a backward, and in a forward with
-    documents, of which each reads only its own. With two, the last heads' longest tiles begin when nothing else is left to do.
+    But not fewer than two; and `many` where more were faster though they do not all fit: with documents, of which each reads
+    only its own, and in a backward above head dim 128. With two, the last heads' longest tiles begin when nothing else is left
+    to do.
     Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
     """
     if mask[:3] == (None, None, None):

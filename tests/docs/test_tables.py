@@ -71,9 +71,9 @@ def test_tries_say_what_each_gave() -> None:
     tried = dict(which="forward", what="q in registers", unit="cycles", taken=False, gave={"full": "1.013", "window": "0.967"})
     left_out = dict(which="backward", what="without dq", gave={"16k": "1.09"})
     about = dict(device="Made-up GPU", dtype="bf16", date="2001", versions={"triton": "9.9"}, source="copied by hand")
-    text = tables.tries(about | dict(tries=[tried], limits=[left_out], counters=[dict(what="D64", gave={"L2": "42 %"})]))
+    text = tables.tries(about | dict(tries=[tried], limits=[left_out]))
     assert "| forward: q in registers | no | cycles | full 1.013, window 0.967 |" in text
-    assert "| backward, without dq | 16k 1.09 |" in text and "| D64 | L2 42 % |" in text
+    assert "| backward, without dq | 16k 1.09 |" in text
     assert text.endswith("Made-up GPU, bf16, triton 9.9, 2001, copied by hand.")
 
 
@@ -101,6 +101,22 @@ def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
     ]
     result["rows"] = rows[2:3]
     assert tables._counted(result, ["fa4", "triton"], labels) == []
+
+
+def test_why_a_clock_was_low_and_what_was_busy() -> None:
+    power = dict(forward_watts=695.6, forward_watts_limit=700.0, forward_held_down=1.0)
+    power |= dict(backward_watts=646.2, backward_watts_limit=700.0, backward_held_down=0.75)
+    busy = dict(forward_busy={"tensor cores": 0.888, "L2": 0.441}, forward_dram_bytes=2**29, forward_longest_share=0.999)
+    result = {"shapes": [{"name": "a"}], "rows": [row("a", "fa4", 1, 1, **power), row("a", "triton", 1, 1, **busy)]}
+    assert tables._counted(result, ["fa4"], {"fa4": "FA4"})[-1] == (
+        "They took 646 to 696 W. The limit of 700 W held the clock down 75% to 100% of the time."
+    )
+    assert tables._busy(result, {"triton": "TRITON"})[1:] == [
+        "| busy, by Nsight Compute | | tensor cores | L2 | GiB of DRAM | the longest kernel's share |",
+        "|---|---|--:|--:|--:|--:|",
+        "| a forward | TRITON | 89% | 44% | 0.50 | 99.9% |",
+    ]
+    assert tables._busy(result | {"rows": result["rows"][:1]}, {}) == []
 
 
 def test_what_a_visible_tile_costs() -> None:
