@@ -23,6 +23,7 @@ from kernels import Mask, Segment
 from kernels.segments import cut, num_rows
 
 from .layout import Layout
+from .runs import around, length, union, without
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,22 @@ class Step:
         return sum(len(piece) for piece in self.pieces)
 
 
+class Part(NamedTuple):
+    """Some of a step's queries, which go through a kernel together."""
+
+    rows: slice
+    q_at: list[Segment]
+    last: bool  # no later step has any of them
+
+
 class Plan(NamedTuple):
     steps: list[Step]  # the own block first
     gives: list[list[Piece]]  # for each step, which of this rank's rows others take
     most_keys: int  # that a step of any rank has at most, whatever the documents are
+    parts: list[list[Part]]  # of each step
+    carried: slice  # has all queries that some kernel hands on to a later one
+    unfinished: list[slice]  # of these, the ones whose last kernel did not know that it was
+    shared: list[slice]  # of the own keys, which others have gradients for; if they are more than a few all rows, with padding
 
 
 Between = tuple[int, int, int, int]  # reader, its segment, owner, its segment
@@ -76,7 +89,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = (
     if (*rule, rank, blocks) not in found:
         # Room for other documents too: to make more for those of another batch, all ranks would have to stop.
         room = layout.local_length * max((1, *blocks))
-        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room)
+        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room, few=0)
     return found[*rule, rank, blocks]
 
 
@@ -88,7 +101,8 @@ _found_for_documents = WeakTensorKeyDictionary()
 def _plan(
     layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
 ) -> Plan:
-    return _plan_of(layout, _seen(layout, left, right, first_keys), rank, blocks, layout.local_length)
+    few = layout.local_length // 4
+    return _plan_of(layout, _seen(layout, left, right, first_keys), rank, blocks, layout.local_length, few)
 
 
 @lru_cache(maxsize=256)
@@ -97,8 +111,12 @@ def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | N
     return _visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
 
 
-def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], room: int) -> Plan:
-    """`room` is how many keys there is to be room for, at least."""
+def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], room: int, few: int) -> Plan:
+    """`room` is how many keys there is to be room for, at least.
+
+    Where others' blocks concern no more than `few` rows of the own one, as with a window, the rest of it goes apart: it needs
+    no fp32 sums. Not with documents, whose ends are elsewhere in each batch: sizes of memory stay the same.
+    """
     ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
     assert ends[-1] == layout.ranks, f"{blocks} are the blocks of {ends[-1] - 1} others, not of {layout.ranks - 1}"
     mine: list[Step] = [_own_block(layout, rank)]
@@ -113,7 +131,33 @@ def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[
             [replace(piece, rank=reader) for reader, step in enumerate(steps) for piece in step.pieces if piece.rank == rank]
         )
         most_keys = max(most_keys, *(step.num_keys for step in steps))
-    return Plan(mine, gives, most_keys)
+    parts = _in_parts(mine, few)
+    handed_on = [part.rows for its in parts for part in its if not part.last]
+    unfinished = without(handed_on, [part.rows for its in parts for part in its if part.last])
+    shared = union(piece.rows for pieces in gives for piece in pieces)
+    if sum(map(length, shared)) > few or len(shared) > 2:
+        shared = [slice(0, layout.local_length)]
+    return Plan(mine, gives, most_keys, parts, around(handed_on), unfinished, shared)
+
+
+def _in_parts(steps: list[Step], few: int) -> list[list[Part]]:
+    """Each step's queries are one part; but the own block's few that later steps have, in one run or two, go apart."""
+    found: list[list[Part]] = []
+    for index, step in enumerate(steps):
+        later = union(other.queries for other in steps[index + 1 :])
+        runs = [step.queries] if step.pieces or index == 0 else []
+        if index == 0 and len(later) in (1, 2) and sum(map(length, later)) <= few:
+            if later[-1].stop == num_rows(step.q_at):  # padding is not a part by itself
+                later[-1] = slice(later[-1].start, step.queries.stop)
+            runs = sorted([*later, *without(runs, later)], key=lambda run: run.start)
+        first = step.queries.start
+        found.append(
+            [
+                Part(run, cut(step.q_at, run.start - first, run.stop - first), without([run], later) == union([run]))
+                for run in runs
+            ]
+        )
+    return found
 
 
 def _own_block(layout: Layout, rank: int) -> Step:

@@ -29,6 +29,7 @@ from .groups import Pair
 from .mover import Mover, slots
 from .packed import Rows, by_rows
 from .plan import Piece, Plan
+from .runs import union
 from .signals import GIVEN, READ, SHOWN, TAKEN, Signals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -113,7 +114,7 @@ class Pull(Mover):
         # not beside the kernels: a copy within a GPU needs SMs, and behind a kernel that has all of them it would come late
         signals.wait(READ, shown.shown, shown.readers)
         places, sources = [], []
-        for part in spans(piece.rows for pieces in self.plan.gives for piece in pieces):  # what nobody reads stays here
+        for part in union(piece.rows for pieces in self.plan.gives for piece in pieces):  # what nobody reads stays here
             for begin, x in zip(self.begins, rows, strict=True):
                 sources.append(x[part])
                 places.append(shown.rows("kv", self.rank, part.start, sources[-1].shape, x.dtype, begin))
@@ -171,17 +172,6 @@ class Pull(Mover):
             progress.hop(index, len(self.plan.steps) - 1)
             progress.expect(f"{what} of rank {names}", self.seconds, end=True, event=event)
         return beside.waiting_for(event)
-
-
-def spans(rows: Iterable[slice]) -> list[slice]:
-    """All of these rows, once and in order."""
-    found: list[slice] = []
-    for part in sorted(rows, key=lambda part: part.start):
-        if found and part.start <= found[-1].stop:
-            found[-1] = slice(found[-1].start, max(part.stop, found[-1].stop))
-        else:
-            found.append(part)
-    return found
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from .beside import Beside, Here
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
+from .runs import length, packed, within, without
 from .transport import Homeward, Region, are_large, num_parts, travel
 
 
@@ -40,28 +41,25 @@ def ring_forward(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """out in q's dtype and lse of this rank's queries over everybody's keys."""
-    steps = mover.plan.steps
-    final = max(index for index, step in enumerate(steps) if step.pieces or index == 0)
+    plan, dtype = mover.plan, accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    acc = out if final == 0 else torch.empty_like(out, dtype=accumulation_dtype(q.dtype))
-    lse = acc.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
-    done = steps[final].queries
-    finished_before = [rows for rows in (slice(0, done.start), slice(done.stop, q.shape[1])) if rows.start < rows.stop]
+    acc = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    final = max(index for index, parts in enumerate(plan.parts) if parts)
     casts = Beside(q.device, "casts")
     for index, step, k_block, v_block in travel(mover, k, v):
-        if not step.pieces and index > 0:
-            continue  # others need a step that this rank does not
-        rows, last = step.queries, index == final
-        carry = (acc[:, rows], lse[:, :, rows]) if index else None if sink_lse is None else (None, sink_lse)
-        into = (out if last else acc)[:, rows], lse[:, :, rows]
-        if last and finished_before:
+        if index == final and plan.unfinished:
             casts.follow()
-        where = step.q_at, step.k_at, carry, last, head_start
-        block_forward(q[:, rows], k_block, v_block, mask, *where, into=into, **options)
-    if finished_before:  # the last block wrote its rows in the final dtype; these saw their last key before it
+        for rows, q_at, last in plan.parts[index]:  # none, where others need a step that this rank does not
+            sums, stats = acc[:, within(rows, plan.carried)], lse[:, :, rows]
+            carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
+            where = q_at, step.k_at, carry, last, head_start
+            into = out[:, rows] if last else sums, stats
+            block_forward(q[:, rows], k_block, v_block, mask, *where, into=into, **options)
+    if plan.unfinished:  # these had seen their last key before the last kernel, which wrote its rows in the final dtype
         with casts.run():
-            for rows in finished_before:
-                out[:, rows] = acc[:, rows]
+            for rows in plan.unfinished:
+                out[:, rows] = acc[:, within(rows, plan.carried)]
         casts.join()
     return out, lse
 
@@ -90,19 +88,34 @@ def ring_backward(
 
     acc, width, heads_per_kv = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
+
+    def final_gradients(rows: int) -> tuple[Tensor, Tensor]:
+        dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
+        return dk, dv
+
+    # Keys that others have gradients for: all of them, or few. Then the rest's need no sums.
+    shared, apart = mover.plan.shared, without([slice(0, own.num_keys)], mover.plan.shared)
+    rows_shared = sum(map(length, shared))
+    keys_shared = min(rows_shared, own.num_keys)
+    if few_are_shared := rows_shared < k.shape[1]:
+        dk, dv = final_gradients(k.shape[1])
+        for padded in (dk, dv):
+            padded[:, own.num_keys :] = 0
     # dK/dV of the own block: of its first half, and what others return; those of its second half come to it at the end
-    own_sums = k.new_empty((k.shape[1], k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
+    own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
     # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
     # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
     # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
     together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
     kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
     filling = Beside(q.device, "filling", priority=0) if together else Here()
-    whole = together and not are_large(own.num_keys, k, v)
-    first, second = halves(own_sums.shape[2], own.num_keys, own.num_keys, whole)
+    whole = together and not are_large(keys_shared, k, v)
+    first, second = halves(own_sums.shape[2], keys_shared, keys_shared, whole)
 
-    def block(step: Step, k_block: Tensor, v_block: Tensor, sums: Tensor, kv_heads: slice, keys: slice, stream: Beside) -> None:
-        """One kernel: all queries of the step, some KV heads, some of the step's keys."""
+    def block(
+        step: Step, k_block: Tensor, v_block: Tensor, into: tuple[Tensor, Tensor], kv_heads: slice, keys: slice, stream: Beside
+    ) -> None:
+        """One kernel: all queries of the step, some KV heads, some of the step's keys. dk and dv go into two tensors."""
         rows, heads = step.queries, slice(kv_heads.start * heads_per_kv, kv_heads.stop * heads_per_kv)
         stream.follow()
         with stream.run():
@@ -117,23 +130,28 @@ def ring_backward(
                 step.q_at,
                 cut(step.k_at, keys.start, keys.stop),
                 take(sum_q, rows, heads),
-                *unpack(sums, width),
+                *into,
                 head_start + heads.start,
                 accumulate="dq",
                 **options,
             )
 
     def own_block(half: Region, sums: Tensor, stream: Beside) -> None:
-        kv_heads, keys = half
-        block(own, k, v, sums, kv_heads, keys, stream)
+        kv_heads, its = half
+        for run, at in packed(shared):
+            common = slice(max(at.start, its.start), min(at.stop, its.stop))
+            if common.start < common.stop:
+                keys, into = within(common, slice(at.start - run.start, 0)), unpack(sums[within(common, its)], width)
+                block(own, k, v, into, kv_heads, keys, stream)
 
     def second_half() -> Tensor:
         second_sums = torch.empty_like(own_sums[second[1], :, second[0]])
         own_block(second, second_sums, filling)
         return second_sums
 
-    zeros = own_sums[own.num_keys :], own_sums[second[1], :, second[0]]
-    home = Homeward(mover, own_sums, zeros, num_parts(mover.plan, k, v), options["backend"], priority=-1 if together else 0)
+    zeros = own_sums[keys_shared:], own_sums[second[1], :, second[0]]
+    priority = -1 if together else 0
+    home = Homeward(mover, own_sums, shared, zeros, num_parts(mover.plan, k, v), options["backend"], priority)
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
@@ -141,23 +159,30 @@ def ring_backward(
                 own_block(first, own_sums[first[1], :, first[0]], kernels)
             if together:
                 second_sums = second_half()
+            for keys in apart:
+                block(own, k, v, (dk[:, keys], dv[:, keys]), slice(0, k.shape[2]), keys, filling)
             kernels.join()
             continue
         for kv_heads in home.head_parts():
             part = home.part(index, kv_heads)
             if step.pieces:
-                block(step, k_block, v_block, part, kv_heads, slice(0, step.num_keys), kernels)
+                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), kernels)
                 kernels.join()
             home.send(index, kv_heads, part)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    dk_shared, dv_shared = final_gradients(rows_shared)
     home.follow()
     if not together:
         second_sums = second_half()
-    free, last = halves(own_sums.shape[2], own.num_keys, len(own_sums), whole)
-    home.finish(free, last, second_sums, filling.done(), dk, dv)
+    free, last = halves(own_sums.shape[2], keys_shared, len(own_sums), whole)
+    home.finish(free, last, second_sums, filling.done(), dk_shared, dv_shared)
+    if not few_are_shared:
+        dk, dv = dk_shared, dv_shared
+    else:
+        for run, at in packed(shared):
+            dk[:, run], dv[:, run] = dk_shared[:, at], dv_shared[:, at]
     if dq is not sum_q:
         dq.copy_(sum_q)
     return dq, dk, dv, delta

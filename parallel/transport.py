@@ -39,6 +39,7 @@ from .messages import Messages
 from .mover import Mover, slots
 from .packed import by_rows
 from .plan import Piece, Plan, Step
+from .runs import place
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
 AT_ONCE = ("all_gather", "pull_all")  # one step for all other ranks
@@ -171,9 +172,17 @@ class Homeward:
     """
 
     def __init__(
-        self, mover: Mover, mine: Tensor, zeros: tuple[Tensor, ...], parts: int, backend: str, priority: int = 0
+        self,
+        mover: Mover,
+        mine: Tensor,
+        runs: list[slice],
+        zeros: tuple[Tensor, ...],
+        parts: int,
+        backend: str,
+        priority: int = 0,
     ) -> None:
-        self.mover, self.mine = mover, mine  # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype
+        # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype, of these runs of the own rows
+        self.mover, self.mine, self.runs = mover, mine, runs
         self.zeros = zeros  # regions of mine that no kernel writes, and others add to
         self.backend = backend
         self.parts = parts  # that its heads are sent in
@@ -243,6 +252,8 @@ class Homeward:
     def _hand_on(self, region: Region, more: Tensor, row: int, head: int, dk: Tensor, dv: Tensor) -> None:
         """`more` is added as all is cast."""
         heads, rows = region
+        if rows.start == rows.stop:
+            return
         finish_gradients(self.mine[rows, :, heads], more, row, head, dk[:, rows, heads], dv[:, rows, heads], self.backend)
 
     def _belonging(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[tuple[slice, slice, Tensor]]:
@@ -257,7 +268,7 @@ class Homeward:
         arrival.transfer()
         moved["dkv"] += len(arrival.pieces)
         places = slots(arrival.pieces, (arrival.into,))
-        return [(piece.rows, place) for piece, (place,) in zip(arrival.pieces, places, strict=True)]
+        return [(place(piece.rows, self.runs), its) for piece, (its,) in zip(arrival.pieces, places, strict=True)]
 
 
 def _meet(one: slice, other: slice) -> slice:

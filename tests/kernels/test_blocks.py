@@ -198,6 +198,13 @@ def test_dq_adds_up_alone(rows_at: list, backend: str, dtype: torch.dtype, devic
     mixed = [*sums(q, begin=3.0), *sums(k, v, begin=float("nan"))]
     block_backward(*given, *mixed, backend=backend, accumulate="dq")
     assert all(torch.equal(a, b) for a, b in zip(added, mixed, strict=True))  # dq too: one program has all these keys
+    final = [
+        *sums(q, begin=3.0),
+        *(torch.full_like(x, float("nan")) for x in (k, v)),
+    ]  # and others as they are to be at the end
+    block_backward(*given, *final, backend=backend, accumulate="dq")
+    for one, other in zip(final, added, strict=True):
+        assert_close(one, other.to(one.dtype), one.dtype, 2e-6)
     with pytest.raises(ValueError, match="accumulate"):
         block_backward(*given, *mixed, backend=backend, accumulate="dk")
 
@@ -395,6 +402,10 @@ def test_wrong_blocks(device: str) -> None:
     low = [x.bfloat16() for x in (q, k, v)]
     with pytest.raises(ValueError, match="dq"):
         block_backward(dout.bfloat16(), *low, lse, lse, None, None, None, *low)
+    with pytest.raises(ValueError, match="dq"):
+        block_backward(dout.bfloat16(), *low, lse, lse, None, None, None, *low, accumulate="dq")
+    with pytest.raises(ValueError, match="dk"):
+        block_backward(dout.bfloat16(), *low, lse, lse, None, None, None, q.clone(), *low[1:])
 
 
 def test_blocks_check_what_they_are_given(device: str) -> None:

@@ -11,6 +11,7 @@ from kernels.segments import ascending_runs, check_segments, num_rows, positions
 from parallel import Layout
 from parallel.layout import KINDS, cut
 from parallel.plan import GRAIN, make_plan
+from parallel.runs import around, union, without
 from parallel.transport import PART_BYTES, blocks_per_step
 
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
@@ -250,6 +251,63 @@ def test_a_window_takes_its_neighbours_only(window: int) -> None:
             assert sorted(taken) == [(r, keys) for r in neighbours] * (window > 1)
             both = make_plan(zigzag, Mask(window=window), rank)  # two separate runs of a neighbour's rows, not all between
             assert sum(step.num_keys for step in both.steps[1:]) <= 4 * keys
+
+
+@pytest.mark.parametrize("kind, window", [("contiguous", 6), ("contiguous", (3, 5)), ("zigzag", 6), ("striped", 6)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_what_a_window_leaves_to_the_own_block_goes_apart(kind: str, window: int | tuple[int, int], ranks: int) -> None:
+    """Where others' blocks concern few of the own rows, these alone are handed on and have sums; and each row once."""
+    n = 160
+    layout, mask = Layout(kind, n * ranks - 5, ranks), Mask(causal=isinstance(window, int), window=window)
+    rows = range(layout.local_length)
+    for rank in range(ranks):
+        plan = make_plan(layout, mask, rank)
+        own, *others = plan.steps
+        later = {row for step in others for row in rows[step.queries]}
+        taken = {row for pieces in plan.gives for piece in pieces for row in rows[piece.rows]}
+        padding = set(rows[num_rows(own.q_at) :])
+        first, *rest = plan.parts
+        assert sorted(row for part in first for row in rows[part.rows]) == list(rows)
+        for part in first:
+            assert positions(part.q_at).equal(positions(own.q_at)[part.rows])
+        assert [[(part.rows, part.q_at) for part in its] for its in rest] == [
+            [(step.queries, step.q_at)] if step.pieces else [] for step in others
+        ]
+        last_of = {row: index for index, its in enumerate(plan.parts) for part in its for row in rows[part.rows]}
+        known = {row for index, its in enumerate(plan.parts) for part in its if part.last for row in rows[part.rows]}
+        assert all(last_of[row] == index for index, its in enumerate(plan.parts) for p in its if p.last for row in rows[p.rows])
+        assert {row for run in plan.unfinished for row in rows[run]} == set(rows) - known
+        assert later | (set(rows) - known) <= set(rows[plan.carried])
+        shared = [row for run in plan.shared for row in rows[run]]
+        assert taken <= set(shared) and len(shared) == len(set(shared))
+        if kind == "striped" and ranks > 1:  # all rows see others' keys
+            assert [plan.carried] == plan.shared == [slice(0, layout.local_length)]
+        else:
+            assert len(later) <= 2 * GRAIN and not plan.unfinished and set(shared) == taken
+            assert set(rows) - {row for part in first if part.last for row in rows[part.rows]} - padding == later
+
+
+def test_a_causal_ring_and_documents_have_their_own_block_in_one_piece() -> None:
+    """Where much is shared; and where what is shared differs from batch to batch, as memory then would."""
+    documents = torch.arange(1024) // 500
+    for kind, mask in itertools.product(("contiguous", "zigzag"), (Mask(causal=True), Mask(causal=True, documents=documents))):
+        for rank in range(4):
+            plan = make_plan(Layout(kind, 1024, 4), mask, rank)
+            assert [part.rows for part in plan.parts[0]] == [slice(0, 256)]
+            assert plan.shared in ([slice(0, 256)], [])
+
+
+def test_runs() -> None:
+    """Against sets of rows."""
+    everything = [slice(a, b) for a, b in itertools.combinations_with_replacement(range(6), 2)]
+    for one, two, taken in itertools.product(everything, repeat=3):
+        rows = {*range(6)[one], *range(6)[two]}
+        for found, wanted in ((union([one, two]), rows), (without([one, two], [taken]), rows - {*range(6)[taken]})):
+            assert [row for run in found for row in range(6)[run]] == sorted(wanted)
+            assert all(run.start < run.stop for run in found)
+        for a, b in itertools.pairwise(union([one, two])):
+            assert a.stop < b.start
+        assert rows <= {*range(6)[around([one, two])]}
 
 
 def test_a_causal_zigzag_moves_half_blocks_backwards() -> None:

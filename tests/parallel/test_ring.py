@@ -61,6 +61,12 @@ def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
         Case("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
         Case("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
     ]
+    if ring in (2, 3) and kind != "striped":  # most of the own block goes apart from what others' blocks concern
+        length = 132 * ring * ulysses - 3
+        plain += [
+            Case("window-narrow", length=length, heads=gqa, mask=dict(causal=True, window=6), sinks=True),
+            Case("window-narrow-both", length=length, heads=mqa, mask=dict(window=(3, 4)), options=everything, widths=(16, 24)),
+        ]
     return [replace(case, kind=kind, ring=ring, ulysses=ulysses) for case in plain]
 
 
@@ -134,7 +140,8 @@ def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num
     for parts, places_of_one in itertools.product([n for n in (1, 2, 4) if heads % n == 0], places):
         came = slice(heads - heads // parts, heads)
         mine = torch.randn(rows, 1, heads, 2 * width)
-        home = Homeward(Alone(Plan([], [], 0)), mine, (mine[num_keys:], mine[its[1], :, its[0]]), parts, "reference")
+        zeros = mine[num_keys:], mine[its[1], :, its[0]]
+        home = Homeward(Alone(Plan([], [], 0, [], slice(0, 0), [], [])), mine, [slice(0, 8)], zeros, parts, "reference")
         home._clear()
         into = torch.randn(sum(at.stop - at.start for at in places_of_one), 1, came.stop - came.start, 2 * width)
         home.coming = Arrival(lambda: None, [Piece(0, at, 0) for at in places_of_one], came, into, into)
@@ -189,7 +196,7 @@ def test_when_the_own_block_is_computed(
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
-    plan = make_plan(Layout("contiguous", 16, 2), Mask(causal=True), rank=1)
+    plan = make_plan(Layout("zigzag", 16, 2), Mask(causal=True), rank=1)
     own = plan.steps[0]
     mover = Alone(plan)
     mover.needs_sms = needs_sms

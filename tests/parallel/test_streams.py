@@ -27,6 +27,7 @@ class Sequence(NamedTuple):
     heads: tuple[int, int]
     widths: tuple[int, int]
     dtype: torch.dtype = torch.float64
+    window: int | None = None
 
     def inputs(self, ranks: int, seed: int) -> list[list[torch.Tensor]]:
         """q, k, v and dout of three calls."""
@@ -42,13 +43,16 @@ EVEN = Sequence("zigzag", 4, 0, 1, (2, 2), (16, 16))
 FOUR = Sequence("zigzag", 4, 0, 1, (4, 4), (16, 16))  # where a part may have 2048 bytes, two blocks in four parts
 ODD = Sequence("contiguous", 3, 1, 2, (2, 1), (16, 24))  # halves are of keys
 HALF = Sequence("zigzag", 4, 1, 1, (4, 2), (16, 16), torch.bfloat16)  # sums are in another dtype than results
+WINDOW = Sequence("contiguous", 80, 5, 1, (4, 2), (16, 16), torch.bfloat16, 4)  # most of the own block goes apart
+WINDOWS = Sequence("zigzag", 160, 5, 1, (2, 2), (16, 24), torch.float64, 4)
 UNEVEN = Sequence("contiguous", 3, 1, 2, (6, 3), (16, 24))  # halves of one KV head, and of two
 
 
 def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str, in_memory: bool) -> float:
     """Of three forwards in a row with different inputs, and of three more with their backwards."""
     inputs = sequence.inputs(ranks, seed)
-    machine, mask, layout = Machine(ranks, seed), Mask(causal=True), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
+    machine, layout = Machine(ranks, seed), Layout(sequence.kind, inputs[0][0].shape[1], ranks)
+    mask = Mask(causal=True, window=sequence.window)
     expected: list[torch.Tensor] = []
     for q, k, v, dout in inputs:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -84,7 +88,7 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str, in_memory
 
 @pytest.mark.parametrize("steps_of", ["p2p", "pull", "pull_all"])
 @pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (4, 2048), (6, 2**28)])
-@pytest.mark.parametrize("sequence", [EVEN, FOUR, ODD, UNEVEN, HALF])
+@pytest.mark.parametrize("sequence", [EVEN, FOUR, ODD, UNEVEN, HALF, WINDOW, WINDOWS])
 def test_any_order_is_right(
     sequence: Sequence, ranks: int, part_bytes: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
