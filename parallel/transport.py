@@ -54,7 +54,9 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-PART_BYTES = 2**28  # a step's dK/dV above this travel in up to four parts, and a block's are not kept twice
+# A step's dK/dV above this travel in up to four parts, and a block's are not kept twice; of shards up to so many rows only
+# above twice as much, as their kernels are so short that more of them are felt.
+PART_BYTES, SHORT = 2**28, 2**15
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
@@ -93,7 +95,7 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
     one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
     if transport not in PULLED or not one_kernel:
         return (1,) * others
-    most = max(1, PART_BYTES * _parts(nbytes, heads) // max(1, nbytes))
+    most = max(1, PART_BYTES * _parts(nbytes, heads, layout.local_length) // max(1, nbytes))
     left, blocks = others, list[int]()
     while left:
         blocks.append(min(2 ** len(blocks), left, most))
@@ -111,7 +113,7 @@ def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
     """How many parts, of some KV heads each, a step's dK/dV are sent in: more take more kernels, and less memory."""
-    return _parts(bytes_of_gradients(plan.most_keys, k, v), k.shape[2])
+    return _parts(bytes_of_gradients(plan.most_keys, k, v), k.shape[2], k.shape[1])
 
 
 def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
@@ -120,12 +122,13 @@ def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
 
 
 def are_large(rows: int, k: Tensor, v: Tensor) -> bool:
-    """Whether dK/dV of so many rows take so much memory that they should not be there twice."""
-    return bytes_of_gradients(rows, k, v) > PART_BYTES
+    """Whether dK/dV of so many of the shard's rows take so much memory that they should not be there twice."""
+    return _parts(bytes_of_gradients(rows, k, v), 2, k.shape[1]) > 1
 
 
-def _parts(nbytes: int, heads: int) -> int:
-    return math.gcd(heads, 4) if nbytes > PART_BYTES else 1
+def _parts(nbytes: int, heads: int, rows: int) -> int:
+    """`rows` are a shard's."""
+    return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if rows <= SHORT else 1) else 1
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:

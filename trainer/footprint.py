@@ -24,7 +24,7 @@ GIB = 2**30
 RESERVE = 0.08
 LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
-PART_BYTES = 2**28  # parallel.transport
+PART_BYTES, SHORT = 2**28, 2**15  # parallel.transport
 
 
 @dataclass
@@ -92,8 +92,9 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
     doubling = config.parallel.layout != "striped"  # the layouts whose steps may take several blocks
+    of_ring = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
     if ring > 1 and gpu:  # pulled, as on one host
-        always["K, V and gradients shown to other ranks"] = shown(n * ulysses, kv_heads, 2 * width, ring, b, doubling)
+        always["K, V and gradients shown to other ranks"] = shown(*of_ring, doubling)
 
     base = list(always)
     always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
@@ -107,7 +108,6 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
     backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        of_ring = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
         sent = on_their_way(*of_ring) - always.get("K, V and gradients shown to other ranks", 0)  # over several hosts
         backward_attention += max(sent, on_their_way(*of_ring, gpu, doubling))
     if ulysses > 1:
@@ -167,28 +167,28 @@ def on_their_way(
     Where blocks are pulled, what goes out is `shown` in memory that is always there.
     """
     numbers = rows * heads * width
-    largest, steps = _steps(ring, numbers, heads, pulled and doubling)
+    largest, steps = _steps(ring, numbers, heads, rows // batch, pulled and doubling)
     blocks = largest * min(2, steps) + (batch > 1 and not pulled)  # in use and coming in, and what others take
-    parts = _parts(numbers, heads)
+    parts = _parts(numbers, heads, rows // batch)
     sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
     # of the own block, apart from what others add to it: all, or half where that is much; with messages only at the end
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    apart = (1 if 4 * numbers <= PART_BYTES else half) if pulled else 0
+    apart = (1 if _parts(numbers, 2, rows // batch) == 1 else half) if pulled else 0
     return blocks * b * numbers + (sums * largest / parts + apart) * 4 * numbers
 
 
-def shown(rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
+def shown(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
     """A copy of K/V and two parts of dK/dV, in the memory that the GPUs of a host pull from."""
     numbers = rows * heads * width
-    largest, steps = _steps(ring, numbers, heads, doubling)
-    parts = _parts(numbers, heads)
+    largest, steps = _steps(ring, numbers, heads, rows // batch, doubling)
+    parts = _parts(numbers, heads, rows // batch)
     return b * numbers + min(2, parts * steps) * 4 * largest * numbers / parts
 
 
-def _steps(ring: int, numbers: int, heads: int, doubling: bool) -> tuple[int, int]:
+def _steps(ring: int, numbers: int, heads: int, rows: int, doubling: bool) -> tuple[int, int]:
     """How many blocks the largest step takes, and how many steps there are (parallel.transport.blocks_per_step)."""
-    most = max(1, PART_BYTES * _parts(numbers, heads) // (4 * numbers)) if doubling else 1
+    most = max(1, PART_BYTES * _parts(numbers, heads, rows) // (4 * numbers)) if doubling else 1
     largest, steps, left = 0, 0, ring - 1
     while left:
         blocks = min(2**steps, left, most)
@@ -196,9 +196,9 @@ def _steps(ring: int, numbers: int, heads: int, doubling: bool) -> tuple[int, in
     return largest, steps
 
 
-def _parts(numbers: int, heads: int) -> int:
-    """A block's dK/dV go in as many parts, and a larger step's in no more."""
-    return math.gcd(heads, 4) if 4 * numbers > PART_BYTES else 1
+def _parts(numbers: int, heads: int, rows: int) -> int:
+    """A block's dK/dV go in as many parts, and a larger step's in no more. `rows` are one sequence's."""
+    return math.gcd(heads, 4) if 4 * numbers > PART_BYTES * (2 if rows <= SHORT else 1) else 1
 
 
 def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:

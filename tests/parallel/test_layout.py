@@ -12,7 +12,7 @@ from parallel import Layout
 from parallel.layout import KINDS, cut
 from parallel.plan import GRAIN, make_plan
 from parallel.runs import around, union, without
-from parallel.transport import PART_BYTES, blocks_per_step
+from parallel.transport import PART_BYTES, SHORT, blocks_per_step
 
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [
@@ -160,17 +160,19 @@ def test_steps_double_where_blocks_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "nbytes, heads, blocks",
+    "nbytes, heads, rows, blocks",
     [
-        (PART_BYTES // 2, 8, (1, 2, 2, 2)),
-        (PART_BYTES, 8, (1,) * 7),  # two would travel in four parts
-        (PART_BYTES * 2, 8, (1, 2, 2, 2)),  # one travels in four parts, and so do two
-        (PART_BYTES * 2, 2, (1,) * 7),  # one travels in two parts, which two would make larger
-        (PART_BYTES // 4, 1, (1, 2, 4)),
+        (PART_BYTES // 2, 8, 2 * SHORT, (1, 2, 2, 2)),
+        (PART_BYTES, 8, 2 * SHORT, (1,) * 7),  # two would travel in four parts
+        (PART_BYTES * 2, 8, 2 * SHORT, (1, 2, 2, 2)),  # one travels in four parts, and so do two
+        (PART_BYTES * 2, 2, 2 * SHORT, (1,) * 7),  # one travels in two parts, which two would make larger
+        (PART_BYTES * 2, 8, SHORT, (1,) * 7),  # one travels in one part
+        (PART_BYTES * 4, 8, SHORT, (1,) * 7),
+        (PART_BYTES // 4, 1, SHORT, (1, 2, 4)),
     ],
 )
-def test_larger_steps_go_in_as_many_parts_as_a_block(nbytes: int, heads: int, blocks: tuple[int, ...]) -> None:
-    assert blocks_per_step("pull", Layout("zigzag", 8, 8), True, nbytes, heads, False) == blocks
+def test_larger_steps_go_in_as_many_parts_as_a_block(nbytes: int, heads: int, rows: int, blocks: tuple[int, ...]) -> None:
+    assert blocks_per_step("pull", Layout("zigzag", 8 * rows, 8), True, nbytes, heads, False) == blocks
 
 
 def test_room_for_gradients_is_the_same_for_all_documents() -> None:

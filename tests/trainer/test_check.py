@@ -205,7 +205,7 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
     ring: int, batch: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The highest level that the profiler sees beside the gradients, where no kernel runs and no message has to come."""
-    assert footprint_module.PART_BYTES == transport.PART_BYTES
+    assert (footprint_module.PART_BYTES, footprint_module.SHORT) == (transport.PART_BYTES, transport.SHORT)
     monkeypatch.setattr(footprint_module, "PART_BYTES", part_bytes)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     monkeypatch.setattr(Messages, "_exchange", lambda *_: lambda: None)
@@ -226,13 +226,14 @@ def test_what_is_on_its_way_is_what_a_ring_allocates(
 def test_steps_are_those_of_a_pull(ring: int) -> None:
     part = transport.PART_BYTES // 4
     for numbers, heads in itertools.product((1, part // 2, part, part * 2, part * 2 + 1, part * 9), (1, 2, 6, 8)):
-        for kind in ("zigzag", "contiguous", "striped"):
-            blocks = transport.blocks_per_step("pull", Layout(kind, ring, ring), True, 4 * numbers, heads, False)
-            assert footprint_module._steps(ring, numbers, heads, kind != "striped") == (max(blocks), len(blocks))
+        for kind, rows in itertools.product(("zigzag", "contiguous", "striped"), (2, transport.SHORT, transport.SHORT + 2)):
+            layout = Layout(kind, rows * ring, ring)
+            blocks = transport.blocks_per_step("pull", layout, True, 4 * numbers, heads, False)
+            assert footprint_module._steps(ring, numbers, heads, rows, kind != "striped") == (max(blocks), len(blocks))
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
-@pytest.mark.parametrize("part_bytes", [2**28, 2**17, 1])  # a block's dK/dV have 2**18 bytes
+@pytest.mark.parametrize("part_bytes", [2**28, 2**16, 1])  # a block's dK/dV have 2**18 bytes
 @pytest.mark.parametrize("ring, batch, heads", [(2, 1, 4), (4, 1, 4), (4, 2, 4), (8, 1, 4), (4, 1, 1), (4, 1, 3)])
 def test_a_pull_takes_what_is_planned(
     ring: int, batch: int, heads: int, part_bytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +266,7 @@ def test_a_pull_takes_what_is_planned(
     options = dict(mask=Mask(), mover=pull.Pull(pair, plan, torch.device("cpu")), head_start=0, backend="chunked")
     found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
     doubling = kind == "contiguous"
-    assert sum(room.values()) == footprint_module.shown(batch * rows, heads, 2 * width, ring, 4, doubling)
+    assert sum(room.values()) == footprint_module.shown(batch, batch * rows, heads, 2 * width, ring, 4, doubling)
     planned = 3 * q.nbytes
     planned += footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4, pulled=True, doubling=doubling)
     end = 2 * k.nbytes if ring == 2 else 0  # as above, but what comes apart is there from the beginning
