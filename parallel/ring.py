@@ -8,6 +8,9 @@ one a single device computes, on any number of ranks. While a block is used the 
 before go home, to their owner (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where
 its rows stand.
 
+Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own block
+goes straight into results.
+
 In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
 stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
 first K/V come while one is computed, the last gradients go home behind the other.
@@ -139,10 +142,11 @@ def ring_backward(
     def own_block(half: Region, sums: Tensor, stream: Beside) -> None:
         kv_heads, its = half
         for run, at in packed(shared):
-            common = slice(max(at.start, its.start), min(at.stop, its.stop))
-            if common.start < common.stop:
-                keys, into = within(common, slice(at.start - run.start, 0)), unpack(sums[within(common, its)], width)
-                block(own, k, v, into, kv_heads, keys, stream)
+            begin, end = max(at.start, its.start), min(at.stop, its.stop)
+            if begin < end:
+                keys = slice(run.start + begin - at.start, run.start + end - at.start)
+                into = sums[begin - its.start : end - its.start]
+                block(own, k, v, unpack(into, width), kv_heads, keys, stream)
 
     def second_half() -> Tensor:
         second_sums = torch.empty_like(own_sums[second[1], :, second[0]])
