@@ -8,8 +8,8 @@ one a single device computes, on any number of ranks. While a block is used the 
 before go home, to their owner (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where
 its rows stand.
 
-Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own block
-goes straight into results.
+Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own
+block goes straight into results.
 
 In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
 stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
