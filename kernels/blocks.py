@@ -217,7 +217,7 @@ def block_backward(
     """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
 
     With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
-    so it is with dk and dv alone, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
+    that is true of dk and dv, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
     for sums in a fixed order, as all backends have anyway but hopper, where programs then wait for each other.
     """
     if not (isinstance(accumulate, bool) or accumulate == "dq"):

@@ -89,7 +89,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = (
     if (*rule, rank, blocks) not in found:
         # Room for other documents too: to make more for those of another batch, all ranks would have to stop.
         room = layout.local_length * max((1, *blocks))
-        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room, few=0)
+        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room, 0)
     return found[*rule, rank, blocks]
 
 
@@ -135,7 +135,7 @@ def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[
     handed_on = [part.rows for its in parts for part in its if not part.last]
     unfinished = without(handed_on, [part.rows for its in parts for part in its if part.last])
     shared = union(piece.rows for pieces in gives for piece in pieces)
-    if sum(map(length, shared)) > few or len(shared) > 2:
+    if not few or sum(map(length, shared)) > few or len(shared) > 2:
         shared = [slice(0, layout.local_length)]
     return Plan(mine, gives, most_keys, parts, around(handed_on), unfinished, shared)
 

@@ -9,7 +9,7 @@ before go home, to their owner (`transport`). The plan (`plan`) says which rows 
 its rows stand.
 
 Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own
-block goes straight into results.
+block goes straight into results. (In the backward where kernels may add to dq at the same time, see below.)
 
 In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
 stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
@@ -96,20 +96,22 @@ def ring_backward(
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
         return dk, dv
 
-    # Keys that others have gradients for: all of them, or few. Then the rest's need no sums.
-    shared, apart = mover.plan.shared, without([slice(0, own.num_keys)], mover.plan.shared)
+    # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
+    # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
+    # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
+    together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
+    # "Block" is then of the keys that others have gradients for, if these are few: the rest's gradients need no sums, and their
+    # kernels stand there too. (Elsewhere there would be less to hide behind, or a kernel more that goes over all queries.)
+    shared = mover.plan.shared if together else [slice(0, k.shape[1])]
+    apart = without([slice(0, own.num_keys)], shared)
     rows_shared = sum(map(length, shared))
     keys_shared = min(rows_shared, own.num_keys)
     if few_are_shared := rows_shared < k.shape[1]:
         dk, dv = final_gradients(k.shape[1])
         for padded in (dk, dv):
             padded[:, own.num_keys :] = 0
-    # dK/dV of the own block: of its first half, and what others return; those of its second half come to it at the end
+    # dK/dV of the block: of its first half, and what others return; those of its second half come to it at the end
     own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
-    # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
-    # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
-    # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
-    together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
     kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
     filling = Beside(q.device, "filling", priority=0) if together else Here()
     whole = together and not are_large(keys_shared, k, v)

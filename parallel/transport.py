@@ -3,7 +3,7 @@
 The ring tells a mover what its plan says, and the mover knows how:
 
     for index, step, k, v in travel(mover, k, v): …       each block; the next one travels while this one is used
-    home = Homeward(mover, mine)                          takes dK/dV of a block back to its owner, who adds them up
+    home = Homeward(mover, mine, …)                       takes dK/dV of a block back to its owner, who adds them up
 
 - `p2p`: one grouped call a step, straight from each owner.
 - `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. A step takes
