@@ -216,9 +216,9 @@ def block_backward(
 ) -> None:
     """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
 
-    With accumulate=False it overwrites them, and they may have the inputs' dtype; with accumulate="dq" only dq adds up, and
-    that is true of dk and dv, as a ring wants them that sends a block's gradients off at once. `deterministic` asks
-    for sums in a fixed order, as all backends have anyway but hopper, where programs then wait for each other.
+    With accumulate=False it overwrites them, and they may have the inputs' dtype. With accumulate="dq" it does so with dk and
+    dv alone, while dq adds up, as a ring wants it that sends a block's gradients off at once. `deterministic` asks for sums in
+    a fixed order, as all backends have anyway but hopper, where programs then wait for each other.
     """
     if not (isinstance(accumulate, bool) or accumulate == "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")

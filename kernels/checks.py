@@ -152,7 +152,7 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, accum
             is_now = f"{grad.dtype} {tuple(grad.shape)} on {grad.device}"
             raise ValueError(f"{name} is {is_now}; it must be floats of shape {tuple(like.shape)} on {like.device}")
         check_columns(name, grad)
-        if (accumulate is True or (accumulate and name == "dq")) and grad.dtype != acc:
+        if accumulate in (True, name) and grad.dtype != acc:
             raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
 
 

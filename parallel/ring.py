@@ -54,6 +54,7 @@ def ring_forward(
         if index == final and plan.unfinished:
             casts.follow()
         for rows, q_at, last in plan.parts[index]:  # none, where others need a step that this rank does not
+            # (for rows that no other step has, `sums` is no rows of anything, and nobody looks at it)
             sums, stats = acc[:, within(rows, plan.carried)], lse[:, :, rows]
             carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
             where = q_at, step.k_at, carry, last, head_start
