@@ -11,11 +11,13 @@ its rows stand.
 Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own
 block goes straight into results. (In the backward where kernels may add to dq at the same time, see below.)
 
-In the backward the own block, which waits for nobody, hides what travels. Where kernels may add to dq at the same time, it
-stands beside all others, on SMs that they leave idle. Elsewhere half of it stands at the beginning and half at the end: the
-first K/V come while one is computed, the last gradients go home behind the other.
+In the backward the own block, which waits for nobody, hides what travels: half of it stands at the beginning and half at the
+end, so the first K/V come while one is computed, and the last gradients go home behind the other. Where kernels may add to dq
+at the same time, each is given before the one ahead of it is waited for, and begins on the SMs that the other's last wave
+leaves idle.
 """
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -25,12 +27,12 @@ from kernels import Mask, adds_in_memory, block_backward, block_forward, output_
 from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
-from .beside import Beside, Here
+from .beside import Beside, Here, Transfer
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
 from .runs import length, packed, within, without
-from .transport import Homeward, Region, are_large, num_parts, travel
+from .transport import Homeward, Region, num_parts, travel
 
 
 def ring_forward(
@@ -97,12 +99,12 @@ def ring_backward(
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
         return dk, dv
 
-    # Where kernels may add to dq at the same time, the second half stands behind others' blocks and takes the SMs that they
-    # leave idle, in last waves and while they wait. It is the whole block then, unless its gradients are too large to be there
-    # twice. (Where a mask has padding a kernel copies what it reads, and what a stream has of memory serves no other.)
+    # Whether kernels may add to dq at the same time. (Where a mask has padding a kernel copies what it reads, and what a stream
+    # has of memory serves no other.)
     together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
     # "Block" is then of the keys that others have gradients for, if these are few: the rest's gradients need no sums, and their
-    # kernels stand there too. (Elsewhere there would be less to hide behind, or a kernel more that goes over all queries.)
+    # kernels fill whatever others leave idle. (Elsewhere there would be less to hide behind, or a kernel more that goes over
+    # all queries.)
     shared = mover.plan.shared if together else [slice(0, k.shape[1])]
     apart = without([slice(0, own.num_keys)], shared)
     rows_shared = sum(map(length, shared))
@@ -113,10 +115,10 @@ def ring_backward(
             padded[:, own.num_keys :] = 0
     # dK/dV of the block: of its first half, and what others return; those of its second half come to it at the end
     own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
-    kernels = Beside(q.device, "kernels", priority=-2) if together else Here()
+    lanes = [Beside(q.device, use, priority=-2) for use in ("kernels", "more kernels")] if together else [Here()]
     filling = Beside(q.device, "filling", priority=0) if together else Here()
-    whole = together and not are_large(keys_shared, k, v)
-    first, second = halves(own_sums.shape[2], keys_shared, keys_shared, whole)
+    first, second = halves(own_sums.shape[2], keys_shared, keys_shared)
+    at_work: deque[tuple[Transfer, tuple[int, slice, Tensor] | None]] = deque()  # kernels, and what they make for others
 
     def block(
         step: Step, k_block: Tensor, v_block: Tensor, into: tuple[Tensor, Tensor], kv_heads: slice, keys: slice, stream: Beside
@@ -156,26 +158,35 @@ def ring_backward(
         own_block(second, second_sums, filling)
         return second_sums
 
+    def wait_for_all_but(count: int) -> None:
+        """Of the kernels that were given; what they made is sent."""
+        while len(at_work) > count:
+            done, made = at_work.popleft()
+            done()
+            if made is not None:
+                home.send(*made)
+
     zeros = own_sums[keys_shared:], own_sums[second[1], :, second[0]]
     priority = -1 if together else 0
     home = Homeward(mover, own_sums, shared, zeros, num_parts(mover.plan, k, v), options["backend"], priority)
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
-            if not whole:
-                own_block(first, own_sums[first[1], :, first[0]], kernels)
-            if together:
-                second_sums = second_half()
+            own_block(first, own_sums[first[1], :, first[0]], lanes[0])
+            at_work.append((lanes[0].done(), None))
             for keys in apart:
                 block(own, k, v, (dk[:, keys], dv[:, keys]), slice(0, k.shape[2]), keys, filling)
-            kernels.join()
             continue
         for kv_heads in home.head_parts():
             part = home.part(index, kv_heads)
+            lanes.reverse()
             if step.pieces:
-                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), kernels)
-                kernels.join()
-            home.send(index, kv_heads, part)
+                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), lanes[0])
+            if together and index == len(others) and kv_heads.stop == k.shape[2]:
+                second_sums = second_half()
+            at_work.append((lanes[0].done(), (index, kv_heads, part)))
+            wait_for_all_but(1 if together else 0)
+        wait_for_all_but(0)  # the keys after the next ones come to where these are
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
@@ -183,7 +194,7 @@ def ring_backward(
     home.follow()
     if not together:
         second_sums = second_half()
-    free, last = halves(own_sums.shape[2], keys_shared, len(own_sums), whole)
+    free, last = halves(own_sums.shape[2], keys_shared, len(own_sums))
     home.finish(free, last, second_sums, filling.done(), dk_shared, dv_shared)
     if not few_are_shared:
         dk, dv = dk_shared, dv_shared
@@ -201,11 +212,9 @@ def take(x: Tensor, one: slice, two: slice) -> Tensor:
     return x if two.stop - two.start == x.shape[2] else x[:, :, two]
 
 
-def halves(heads: int, keys: int, end: int, whole: bool) -> list[Region]:
-    """(KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head; if the
-    whole is one piece, nothing and all of it. Rows end with the keys, or behind the padding."""
-    if whole:
-        return [(slice(0, 0), slice(0, 0)), (slice(0, heads), slice(0, end))]
+def halves(heads: int, keys: int, end: int) -> list[Region]:
+    """(KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head. Rows end
+    with the keys, or behind the padding."""
     if heads > 1:
         return [(slice(0, heads // 2), slice(0, end)), (slice(heads // 2, heads), slice(0, end))]
     return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, end))]

@@ -54,8 +54,8 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "many hosts": ((None, "p2p", "p2p"),),
     "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
 }
-# A step's dK/dV above this travel in up to four parts, and a block's are not kept twice; of shards up to so many rows only
-# above twice as much, as their kernels are so short that more of them are felt.
+# A step's dK/dV above this travel in up to four parts; of shards up to so many rows only above twice as much, as their kernels
+# are so short that more of them are felt.
 PART_BYTES, SHORT = 2**28, 2**15
 moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
@@ -121,11 +121,6 @@ def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
     return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * accumulation_dtype(k.dtype).itemsize
 
 
-def are_large(rows: int, k: Tensor, v: Tensor) -> bool:
-    """Whether dK/dV of so many of the shard's rows take so much memory that they should not be there twice."""
-    return _parts(bytes_of_gradients(rows, k, v), 2, k.shape[1]) > 1
-
-
 def _parts(nbytes: int, heads: int, rows: int) -> int:
     """`rows` are a shard's."""
     return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if rows <= SHORT else 1) else 1
@@ -189,7 +184,7 @@ class Homeward:
         self.zeros = zeros  # regions of mine that no kernel writes, and others add to
         self.backend = backend
         self.parts = parts  # that its heads are sent in
-        self.turn = 0
+        self.asked = self.sent = 0  # parts, so far
         self.coming: Arrival | None = None
         self.sums = Beside(mine.device, "sums", priority)  # behind the kernels', see above
         self.summed: Transfer = lambda: None
@@ -206,7 +201,8 @@ class Homeward:
 
     def part(self, index: int, heads: slice) -> Tensor:
         """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
-        return self.mover.part(self.turn, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
+        self.asked += 1
+        return self.mover.part(self.asked % 2, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
 
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
@@ -218,8 +214,8 @@ class Homeward:
         self.summed, self.held = self.sums.done(), self.coming
         pieces = self.mover.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
-        self.coming = Arrival(self.mover.give(index, self.turn, part, into), pieces, heads, into, part)
-        self.turn = 1 - self.turn
+        self.sent += 1
+        self.coming = Arrival(self.mover.give(index, self.sent % 2, part, into), pieces, heads, into, part)
 
     def settle(self) -> None:
         """What the sums that have begun were made of may be given back from here on."""

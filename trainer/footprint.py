@@ -172,9 +172,9 @@ def on_their_way(
     parts = _parts(numbers, heads, rows // batch)
     sent = parts * steps
     sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
-    # of the own block, apart from what others add to it: all, or half where that is much; with messages only at the end
+    # half of the own block, apart from what others add to it; with messages only at the end
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    apart = (1 if _parts(numbers, 2, rows // batch) == 1 else half) if pulled else 0
+    apart = half if pulled else 0
     return blocks * b * numbers + (sums * largest / parts + apart) * 4 * numbers
 
 

@@ -164,14 +164,15 @@ def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
         """In two orders, as a kernel reads early what it adds to and writes it late: what comes between is lost."""
         inputs, gradients, rest = args[:9], args[9:12], args[12:]
         sums: list[Tensor] = []
+        added = gradients[:1] if in_memory and options["accumulate"] else ()
 
         def read() -> None:
-            sums.extend(torch.zeros_like(x) if in_memory and x is gradients[0] else x.clone() for x in gradients)
+            sums.extend(torch.zeros_like(x) if any(x is y for y in added) else x.clone() for x in gradients)
             block_backward(*inputs, *sums, *rest, **options)
 
         def write() -> None:
             for x, y in zip(gradients, sums, strict=True):
-                x.copy_(x + y if in_memory and x is gradients[0] else y)
+                x.copy_(x + y if any(x is z for z in added) else y)
 
         machine.give(read)
         machine.give(write)

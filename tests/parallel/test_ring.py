@@ -11,7 +11,7 @@ import torch
 
 from kernels import Mask
 from parallel import Layout, ring, transport
-from parallel.beside import Beside
+from parallel.beside import Beside, Transfer
 from parallel.mover import Alone
 from parallel.packed import unpack
 from parallel.plan import Piece, Plan, make_plan
@@ -128,14 +128,13 @@ def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) 
     assert torch.equal(place, heads)
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_keys", [0, 5, 8])
-def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int, whole: bool) -> None:
+def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int) -> None:
     """While it is at work only the free region becomes dk and dv; then the other one, with what the kernel left."""
     rows, width = 8, 3
-    free, last = halves(heads, num_keys, rows, whole)
-    _, its = halves(heads, num_keys, num_keys, whole)  # padding has no gradients
+    free, last = halves(heads, num_keys, rows)
+    _, its = halves(heads, num_keys, num_keys)  # padding has no gradients
     places = ([], [slice(0, 4)], [slice(2, 5), slice(6, 8)])
     for parts, places_of_one in itertools.product([n for n in (1, 2, 4) if heads % n == 0], places):
         came = slice(heads - heads // parts, heads)
@@ -166,17 +165,19 @@ def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num
 @pytest.mark.parametrize("needs_sms", [False, True])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("part_bytes", [0, 2**28])
-def test_when_the_own_block_is_computed(
+def test_when_kernels_are_given(
     needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before all others, all of it or in halves, unless transfers would stand behind it, or kernels must not meet."""
-    # of each kernel: whether it is the own block's, how many heads, and on which stream
-    given: list[tuple[bool, int, str]] = []
+    """The own block's first and last; each before the one ahead of it has ended, unless transfers would stand behind it, or
+    kernels must not meet."""
+    # of each kernel: whether it is the own block's, how many heads, on which stream, and how many are being waited for
+    given: list[tuple[bool, int, str, int]] = []
+    ended = 0
     priorities: dict[str, int] = {}
     stream = "caller's"
 
     def kernel(dout: torch.Tensor, *args: Any, **_: Any) -> None:
-        given.append((args[7] == own.k_at, dout.shape[2], stream))
+        given.append((args[7] == own.k_at, dout.shape[2], stream, len(given) - ended))
 
     class Named(Beside):
         def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
@@ -191,6 +192,15 @@ def test_when_the_own_block_is_computed(
             yield
             stream = "caller's"
 
+        def done(self) -> Transfer:
+            number = len(given)
+
+            def wait() -> None:
+                nonlocal ended
+                ended = number
+
+            return wait if "kernels" in self.use else super().done()
+
     for module in (ring, transport):
         monkeypatch.setattr(module, "Beside", Named)
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
@@ -203,13 +213,14 @@ def test_when_the_own_block_is_computed(
     q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
     ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), mover, 0, backend="reference")
     together = in_memory and not needs_sms
-    others = [(False, 4 if part_bytes else 1, "kernels" if together else "caller's")] * (1 if part_bytes else 4)
+    parts, heads = (1, 4) if part_bytes else (4, 1)
     if together:
-        first = [] if part_bytes else [(True, 2, "kernels")]
-        assert given == [*first, (True, 4 if part_bytes else 2, "filling"), *others]
-        assert priorities["kernels"] < priorities["sums"] < priorities["filling"] == 0
+        others = [(False, heads, lane, 1) for lane in ("more kernels", "kernels") * 2][:parts]
+        assert given == [(True, 2, "kernels", 0), *others, (True, 2, "filling", 2)]
+        assert priorities["kernels"] == priorities["more kernels"] < priorities["sums"] < priorities["filling"] == 0
     else:
-        assert given == [(True, 2, "caller's"), *others, (True, 2, "caller's")]
+        kernels = [(True, 2), *[(False, heads)] * parts, (True, 2)]
+        assert [its[:3] for its in given] == [(*its, "caller's") for its in kernels]
         assert priorities == {"sums": 0}
 
 
