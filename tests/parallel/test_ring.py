@@ -165,9 +165,7 @@ def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num
 @pytest.mark.parametrize("needs_sms", [False, True])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("part_bytes", [0, 2**28])
-def test_when_kernels_are_given(
-    needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_kernels_are_given(needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The own block's first and last; each before the one ahead of it has ended, unless transfers would stand behind it, or
     kernels must not meet."""
     # of each kernel: whether it is the own block's, how many heads, on which stream, and how many are being waited for
