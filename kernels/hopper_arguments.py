@@ -14,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .compat import GRADIENTS_LEAVE_BY_TMA
 from .hopper_common import WARPGROUP_ROWS
 from .launches import Arguments
-from .triton_common import Tiles, is_aligned
+from .mask import Mask
+from .triton_common import Tiles, is_aligned, mask_argument
 
 # Bytes of the L2 cache that the heads in work may fill; in a forward 8 and 32 MiB were no faster, all at once was slower.
 CACHE = 16 * 2**20
@@ -131,6 +132,16 @@ def heads_together(mask: tuple[Any, ...], streamed: int, group: int, many: bool)
     if mask[:3] == (None, None, None):
         return group
     return group * max(8 if many else 2, CACHE // max(1, streamed))
+
+
+def most_keys(mask: Mask, k: Tensor, v: Tensor) -> int | None:
+    """How many keys a forward's launch is to go through, None for all.
+
+    Without a mask, if not all of a head's are in the L2 cache, programs that are no longer abreast each read them from DRAM.
+    Under a causal mask tiles of all lengths keep them together.
+    """
+    hides = any(bound is not None for bound in mask_argument(mask.bounds())[:3])
+    return None if hides else max(1, CACHE // ((k.shape[3] + v.shape[3]) * k.element_size()))
 
 
 @functools.cache

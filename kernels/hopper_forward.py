@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .block import Again, Block, Carry
 from .compat import tma_store
-from .hopper_arguments import forward_arguments
+from .hopper_arguments import forward_arguments, most_keys
 from .hopper_common import arrive, barriers, fetchable, nth_tile, product_layout, wait_full, without_padding
 from .hopper_fetch import produce, receive
 from .hopper_softmax import LANES, NOTHING, as_operand, hide, scale_rows, take_weights
@@ -267,8 +267,8 @@ def weighted(weights, v_tile, acc):
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
     v = without_padding(block.v, block.mask, block.k_at)
     read = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
-    known = [call() for call in forward_launches(read, carry, out, lse, launch)]
-    as_it_is = read is block and block.is_one_run
+    known = [call() for call in forward_launches(read, carry, out, lse, launch, most_keys(read.mask, read.k, read.v))]
+    as_it_is = read is block and block.is_one_run and len(known) == 1
     return partial(again, known[0]) if as_it_is and known[0] is not None else None
 
 

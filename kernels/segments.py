@@ -9,6 +9,7 @@ an interval of rows. `ascending_runs` cuts any other list into pieces of that ki
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -71,6 +72,17 @@ def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -
     """(num_rows,) int64: the global position of each row."""
     parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def in_pieces(run: Run, most: int) -> list[Run]:
+    """A run as runs of about as many rows each, `most` at most."""
+    rows, segments = run
+    count = rows.stop - rows.start
+    each = -(-count // max(1, -(-count // most)))
+    borders = [*range(0, count, each), count]
+    return [
+        (slice(rows.start + a, rows.start + b), tuple(cut(segments, a, b))) for a, b in itertools.pairwise(borders) if a < b
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .block import Block, Carry
 from .launches import Arguments, Launch
 from .reference import INF
-from .segments import ascending_runs, num_rows
+from .segments import ascending_runs, in_pieces, num_rows
 from .triton_common import (
     ANY_SIZE,
     LN2,
@@ -159,11 +159,17 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 
 
 def forward_launches(
-    block: Block, carry: Carry | None, out: Tensor, lse: Tensor, launch: Callable[..., Launch] | None = None
+    block: Block,
+    carry: Carry | None,
+    out: Tensor,
+    lse: Tensor,
+    launch: Callable[..., Launch] | None = None,
+    most_keys: int | None = None,
 ) -> Iterator[Launch]:
-    """One launch, unless a list has more segments than a kernel takes: then queries split and keys carry on."""
+    """One launch, unless a list has more segments than a kernel takes, or more keys than it is to go through: then queries
+    split and keys carry on."""
     launch = launch or _launch
-    if block.is_one_run:
+    if block.is_one_run and (most_keys is None or block.k.shape[1] <= most_keys):
         yield launch(block, carry, out, lse)
         return
     n = num_rows(block.q_at)
@@ -174,13 +180,17 @@ def forward_launches(
         lse[:, :, :n] = -INF if carry_lse is None else carry_lse[:, :, :n]
         return
     key_runs = ascending_runs(block.k_at)
+    if most_keys is not None:
+        key_runs = tuple(piece for run in key_runs for piece in in_pieces(run, most_keys))
     for queries in ascending_runs(block.q_at):
         rows = queries[0]
         so_far = carry if carry is None else (carry_out if carry_out is None else carry_out[:, rows], carry_lse[:, :, rows])
+        sums: Tensor | None = None
         for keys in key_runs:
             target = out[:, rows], lse[:, :, rows]
             if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow: carry in fp32
-                target = torch.empty_like(target[0], dtype=lse.dtype), target[1]
+                sums = torch.empty_like(target[0], dtype=lse.dtype) if sums is None else sums
+                target = sums, target[1]
             yield launch(block.part(queries, keys), so_far, *target)
             so_far = target
 

@@ -12,10 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from kernels import Mask, attention, block_backward, block_forward, hopper_tiles, output_delta, tune
+from kernels import Mask, attention, block_backward, block_forward, hopper_arguments, hopper_tiles, output_delta, tune
 from kernels.compat import tma_load, tma_store
 from kernels.hopper_arguments import descriptor
 from kernels.hopper_common import arrive_each
+from kernels.launches import Launch
 
 from ..conftest import HAS_GPU
 from .cases import CASES
@@ -47,6 +48,31 @@ def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None
     emulate(monkeypatch, seed, resident=1 + seed % 4)
     longer = replace(case, width=width, v_width=None).grown(random.Random(seed).choice([2, 3, 5]))
     check_case(longer, "hopper", torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("cached, pieces", [(2**24, [100, 200]), (2**15, [100] * 3), (2**14, [50] * 6)])
+@pytest.mark.parametrize("last", [True, False])
+def test_many_keys_are_gone_through_in_pieces(
+    cached: int, pieces: list[int], last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is hidden; and the carry is what it was."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(hopper_arguments, "CACHE", cached)
+    given: list[int] = []
+    run = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda self: given.append(self.tensors["k"].shape[1]) or run(self))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, rows, heads, 64, dtype=torch.bfloat16) for rows, heads in ((70, 4), (300, 2), (300, 2)))
+    carry = torch.randn(1, 70, 4, 64), torch.randn(1, 4, 70)
+    kept = [x.clone() for x in carry]
+    where = Mask(causal=True), [(300, 1, 70)], [(100, 2, 100), (0, 1, 100), (101, 2, 100)], carry, last
+    out, lse = block_forward(q, k, v, *where, backend="hopper")
+    assert given == pieces
+    expected = block_forward(*(x.float() for x in (q, k, v)), *where, backend="reference")
+    assert out.dtype == (torch.bfloat16 if last else torch.float32)
+    torch.testing.assert_close(out.float(), expected[0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse, expected[1], atol=1e-3, rtol=0)
+    assert all(torch.equal(x, y) for x, y in zip(carry, kept, strict=True))
 
 
 @pytest.mark.slow
