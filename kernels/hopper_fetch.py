@@ -28,10 +28,14 @@ def produce(
         b, h, row, behind = piece(index, work, CONSUMERS * 64)
         if work[0][2] is not None:
             while row < behind:
-                row, sent = fetch(q, k, v, tiles, queue, work, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)
+                row, sent = fetch(
+                    q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+                )
                 i += 1
         else:  # a piece is a tile, and a loop around it took longer
-            _, sent = fetch(q, k, v, tiles, queue, work, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)
+            _, sent = fetch(
+                q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+            )
             i += 1
         index = gl.num_programs(0) + gl.atomic_add(taken, 1)
     publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0, 0))
@@ -43,7 +47,7 @@ def produce(
 
 @gluon.jit
 def fetch(
-    q, k, v, tiles, queue, work, b, h, row, behind, i, sent,
+    q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A query tile and what it sees → (row behind it, what has been sent).
@@ -51,8 +55,8 @@ def fetch(
     A slot holds what is multiplied at the same time: keys, and the values of the keys before.
 
     Without a mask all programs would go through a head's keys abreast, and to ask for the same tile at the same moment takes
-    longer. Once they are no longer abreast, as happens, each would read by itself what the L2 cache has given up by then. So
-    each begins a tile further than the program before and goes round, as under a causal mask they do by themselves.
+    longer. So each piece of work begins a tile further than the one before and goes round. (By the work's number, not the
+    program's, which is another in each run: the order of sums would be, too.)
     """
     q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
     slots, before_b, before_head, before_key = sent
@@ -60,7 +64,7 @@ def fetch(
     publish(queue, i, (until, b, h, row, begin, full, rest, end, origin))
     kv_head = h // work[6]
     UNMASKED: gl.constexpr = work[0][0] is None and work[0][1] is None and work[0][2] is None
-    further = gl.program_id(0) % gl.maximum(rest, 1)  # tiles 0 … rest - 1 are whole, and it is all the same which comes when
+    further = index % gl.maximum(rest, 1)  # tiles 0 … rest - 1 are whole; consumers need not know which of them one is
     for j in range(gl.maximum(end - begin, 1)):
         tile = nth_tile(j, begin, full, rest, end)
         if UNMASKED:
