@@ -129,19 +129,25 @@ def heads_together(mask: tuple[Any, ...], streamed: int, group: int, many: bool)
     to do.
     Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
     """
-    if mask[:3] == (None, None, None):
+    if hides_nothing(mask):
         return group
     return group * max(8 if many else 2, CACHE // max(1, streamed))
 
 
-def most_keys(mask: Mask, k: Tensor, v: Tensor) -> int | None:
+def most_keys(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:
     """How many keys a forward's launch is to go through, None for all.
 
     Without a mask, if not all of a head's are in the L2 cache, programs that are no longer abreast each read them from DRAM.
-    Under a causal mask tiles of all lengths keep them together.
+    Under a causal mask this was not seen; and where a head's queries are one tile nothing is read twice.
     """
-    hides = mask_argument(mask.bounds(k.device))[:3] != (None, None, None)  # where they are: to look elsewhere would wait
-    return None if hides else max(1, CACHE // ((k.shape[3] + v.shape[3]) * k.element_size()))
+    if q.shape[1] <= 2 * WARPGROUP_ROWS or not hides_nothing(mask_argument(mask.bounds(k.device))):
+        return None
+    return CACHE // ((k.shape[3] + v.shape[3]) * k.element_size())
+
+
+def hides_nothing(mask: tuple[Any, ...]) -> bool:
+    """Of a mask as kernels are given it: no end on the left or on the right, no documents. (A prefix needs a right end.)"""
+    return all(bound is None for bound in mask[:3])
 
 
 @functools.cache

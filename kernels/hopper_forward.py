@@ -107,6 +107,8 @@ def consume(
     S_LAYOUT: gl.constexpr = product_layout(BLOCK_N)
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # Then whole tiles come in an order of the producer's own, and `tile` is not the one that is there: it only tells whole ones
+    # from a last one of few keys.
     UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
     OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
     gl.static_assert(STAGES > 1 or not OVERLAP, "a slot is waited for while another is still in use")
@@ -267,7 +269,7 @@ def weighted(weights, v_tile, acc):
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
     v = without_padding(block.v, block.mask, block.k_at)
     read = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
-    known = [call() for call in forward_launches(read, carry, out, lse, launch, most_keys(read.mask, read.k, read.v))]
+    known = [call() for call in forward_launches(read, carry, out, lse, launch, most_keys(read.mask, read.q, read.k, read.v))]
     as_it_is = read is block and block.is_one_run and len(known) == 1
     return partial(again, known[0]) if as_it_is and known[0] is not None else None
 

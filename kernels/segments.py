@@ -74,11 +74,15 @@ def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
+PIECE = 128  # rows that pieces have a multiple of: kernels are compiled again for numbers that 16 does not divide
+
+
 def in_pieces(run: Run, most: int) -> list[Run]:
-    """A run as runs of about as many rows each, `most` at most."""
+    """A run as runs of about as many rows each, `most` at most, but PIECE at least."""
     rows, segments = run
     count = rows.stop - rows.start
-    each = -(-count // max(1, -(-count // most)))
+    pieces = -(-count // max(PIECE, most // PIECE * PIECE))
+    each = max(1, -(-count // max(1, pieces * PIECE))) * PIECE
     borders = [*range(0, count, each), count]
     return [
         (slice(rows.start + a, rows.start + b), tuple(cut(segments, a, b))) for a, b in itertools.pairwise(borders) if a < b

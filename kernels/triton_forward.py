@@ -166,8 +166,8 @@ def forward_launches(
     launch: Callable[..., Launch] | None = None,
     most_keys: int | None = None,
 ) -> Iterator[Launch]:
-    """One launch, unless a list has more segments than a kernel takes, or more keys than it is to go through: then queries
-    split and keys carry on."""
+    """One launch, unless a list has more segments than a kernel takes, or there are more keys than one launch is to go through:
+    then queries split and keys carry on."""
     launch = launch or _launch
     if block.is_one_run and (most_keys is None or block.k.shape[1] <= most_keys):
         yield launch(block, carry, out, lse)

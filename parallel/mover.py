@@ -31,8 +31,8 @@ class Mover(ABC):
 
     @abstractmethod
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        """Memory for gradients that go out, shaped as `like` but for its rows. `which` is 0 and 1 in turn, and a part is asked
-        for again when the last of its kind has been given; it may be while the other one is still being written."""
+        """Memory for gradients that go out, shaped as `like` but for its rows. `which` is one and the other of two in
+        turn. When one is asked for again it has been given; the other may still be being written."""
 
     @abstractmethod
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:

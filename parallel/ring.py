@@ -13,8 +13,8 @@ block goes straight into results. (In the backward where kernels may add to dq a
 
 In the backward the own block, which waits for nobody, hides what travels: half of it stands at the beginning and half at the
 end, so the first K/V come while one is computed, and the last gradients go home behind the other. Where kernels may add to dq
-at the same time, each is given before the one ahead of it is waited for, and begins on the SMs that the other's last wave
-leaves idle.
+at the same time, a step's are each given before the one ahead is waited for, and begin on the SMs that its last wave leaves
+idle.
 """
 
 from collections import deque
@@ -115,7 +115,7 @@ def ring_backward(
             padded[:, own.num_keys :] = 0
     # dK/dV of the block: of its first half, and what others return; those of its second half come to it at the end
     own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
-    lanes = [Beside(q.device, use, priority=-2) for use in ("kernels", "more kernels")] if together else [Here()]
+    streams = [Beside(q.device, use, priority=-2) for use in ("kernels", "more kernels")] if together else [Here()]
     filling = Beside(q.device, "filling", priority=0) if together else Here()
     first, second = halves(own_sums.shape[2], keys_shared, keys_shared)
     at_work: deque[tuple[Transfer, tuple[int, slice, Tensor] | None]] = deque()  # kernels, and what they make for others
@@ -172,21 +172,21 @@ def ring_backward(
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
-            own_block(first, own_sums[first[1], :, first[0]], lanes[0])
-            at_work.append((lanes[0].done(), None))
+            own_block(first, own_sums[first[1], :, first[0]], streams[0])
+            at_work.append((streams[0].done(), None))
             for keys in apart:
                 block(own, k, v, (dk[:, keys], dv[:, keys]), slice(0, k.shape[2]), keys, filling)
             continue
         for kv_heads in home.head_parts():
             part = home.part(index, kv_heads)
-            lanes.reverse()
+            streams.reverse()
             if step.pieces:
-                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), lanes[0])
+                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), streams[0])
             if together and index == len(others) and kv_heads.stop == k.shape[2]:
                 second_sums = second_half()
-            at_work.append((lanes[0].done(), (index, kv_heads, part)))
+            at_work.append((streams[0].done(), (index, kv_heads, part)))
             wait_for_all_but(1 if together else 0)
-        wait_for_all_but(0)  # the keys after the next ones come to where these are
+        wait_for_all_but(0)  # the keys of the step after next come to where this one's are
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)

@@ -191,7 +191,7 @@ class Homeward:
         self.held: Arrival | None = None  # by sums that the caller's stream has not waited for
 
     def follow(self) -> None:
-        """Right before a kernel that small work is to stand beside: it then waits for all that came before, and comes later."""
+        """Where a kernel begins that small work is to stand beside: it waits for all that the caller was given so far."""
         self.sums.follow()
 
     def head_parts(self) -> list[slice]:

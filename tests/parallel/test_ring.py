@@ -165,9 +165,12 @@ def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num
 @pytest.mark.parametrize("needs_sms", [False, True])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("part_bytes", [0, 2**28])
-def test_when_kernels_are_given(needs_sms: bool, in_memory: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The own block's first and last; each before the one ahead of it has ended, unless transfers would stand behind it, or
-    kernels must not meet."""
+@pytest.mark.parametrize("steps", [1, 3])
+def test_when_kernels_are_given(
+    needs_sms: bool, in_memory: bool, part_bytes: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The own block's first and last; a step's each before the one ahead of it has ended, unless transfers would stand behind
+    it, or kernels must not meet."""
     # of each kernel: whether it is the own block's, how many heads, on which stream, and how many are being waited for
     given: list[tuple[bool, int, str, int]] = []
     ended = 0
@@ -204,7 +207,7 @@ def test_when_kernels_are_given(needs_sms: bool, in_memory: bool, part_bytes: in
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
-    plan = make_plan(Layout("zigzag", 16, 2), Mask(causal=True), rank=1)
+    plan = make_plan(Layout("zigzag", 8 * (steps + 1), steps + 1), Mask(causal=True), rank=1)
     own = plan.steps[0]
     mover = Alone(plan)
     mover.needs_sms = needs_sms
@@ -213,11 +216,12 @@ def test_when_kernels_are_given(needs_sms: bool, in_memory: bool, part_bytes: in
     together = in_memory and not needs_sms
     parts, heads = (1, 4) if part_bytes else (4, 1)
     if together:
-        others = [(False, heads, lane, 1) for lane in ("more kernels", "kernels") * 2][:parts]
-        assert given == [(True, 2, "kernels", 0), *others, (True, 2, "filling", 2)]
+        ahead = [int(step == 0 or part > 0) for step in range(steps) for part in range(parts)]
+        others = [(False, heads, ("more kernels", "kernels")[n % 2], its) for n, its in enumerate(ahead)]
+        assert given == [(True, 2, "kernels", 0), *others, (True, 2, "filling", ahead[-1] + 1)]
         assert priorities["kernels"] == priorities["more kernels"] < priorities["sums"] < priorities["filling"] == 0
     else:
-        kernels = [(True, 2), *[(False, heads)] * parts, (True, 2)]
+        kernels = [(True, 2), *[(False, heads)] * parts * steps, (True, 2)]
         assert [its[:3] for its in given] == [(*its, "caller's") for its in kernels]
         assert priorities == {"sums": 0}
 
