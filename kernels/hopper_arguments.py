@@ -29,15 +29,16 @@ def forward_arguments(
     _, k_rows, kv_heads, v_width = v.shape
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
-    staged = options.pop("STAGED") and out.element_size() == 2  # through shared memory, where there is room for it
+    staged = options.pop("STAGED")  # through shared memory, where there is room for it: for half the columns in fp32
+    out_columns = 2 * block_dv // out.element_size()
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
-    of_keys, documents = k_rows * (width + v_width) * k.element_size(), mask[2] is not None
+    of_keys = k_rows * (width + v_width) * k.element_size()
     given = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
         out=out,
-        out_tiles=descriptor(out_tiles, q_rows, WARPGROUP_ROWS, block_dv) if staged else None,
+        out_tiles=descriptor(out_tiles, q_rows, WARPGROUP_ROWS, out_columns) if staged else None,
         lse=lse,
         carry_out=carry_out,
         carry_lse=carry_lse,
@@ -51,7 +52,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        together=min(num_sequences, heads_together(mask, of_keys, group, many=documents)),
+        together=min(num_sequences, heads_together("forward", mask, width, of_keys, group)),
         DV=v_width,
         **rules,
         **options,
@@ -75,8 +76,8 @@ def backward_arguments(
     # but not 64 rows among which another document begins; unless programs take turns tiles begin where documents do
     in_rows = not staged or (mask[2] is not None and turns is None)
     if turns is None:
-        many = mask[2] is not None or width > 128
-        together = heads_together(mask, q_rows * group * (2 * q.element_size() + 4) * width, 1, many)
+        of_queries = q_rows * group * (2 * q.element_size() + 4) * width
+        together = heads_together("backward", mask, width, of_queries, 1)
     else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
         together = num_sequences
     given = dict(
@@ -121,17 +122,21 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
 
 
-def heads_together(mask: tuple[Any, ...], streamed: int, group: int, many: bool) -> int:
+def heads_together(way: str, mask: tuple[Any, ...], width: int, streamed: int, group: int) -> int:
     """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
 
-    But not fewer than two; and `many` where more were faster though they do not all fit: with documents, of which each reads
-    only its own, and in a backward above head dim 128. With two, the last heads' longest tiles begin when nothing else is left
-    to do.
+    But not fewer than were as fast though they do not all fit: eight with documents, of which each reads only its own, and in a
+    backward above head dim 128; one in a forward if not even one fits; else two, so that the last heads' longest tiles begin
+    when nothing else is left to do.
     Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
     """
     if hides_nothing(mask):
         return group
-    return group * max(8 if many else 2, CACHE // max(1, streamed))
+    if mask[2] is not None or (way == "backward" and width > 128):
+        least = 8
+    else:
+        least = 1 if way == "forward" and streamed > CACHE else 2
+    return group * max(least, CACHE // max(1, streamed))
 
 
 def most_keys(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:

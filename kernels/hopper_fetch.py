@@ -55,8 +55,8 @@ def fetch(
     A slot holds what is multiplied at the same time: keys, and the values of the keys before.
 
     Without a mask all programs would go through a head's keys abreast, and to ask for the same tile at the same moment takes
-    longer. So each piece of work begins a tile further than the one before and goes round. (By the work's number, not the
-    program's, which is another in each run: the order of sums would be, too.)
+    longer. So each two pieces of work begin a tile further than the two before and go round. (By the work's number, not
+    the program's, which is another in each run: the order of sums would be, too.)
     """
     q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
     slots, before_b, before_head, before_key = sent
@@ -64,7 +64,7 @@ def fetch(
     publish(queue, i, (until, b, h, row, begin, full, rest, end, origin))
     kv_head = h // work[6]
     UNMASKED: gl.constexpr = work[0][0] is None and work[0][1] is None and work[0][2] is None
-    further = index % gl.maximum(rest, 1)  # tiles 0 … rest - 1 are whole; consumers need not know which of them one is
+    further = index // 2 % gl.maximum(rest, 1)  # tiles 0 … rest - 1 are whole; consumers need not know which of them one is
     for j in range(gl.maximum(end - begin, 1)):
         tile = nth_tile(j, begin, full, rest, end)
         if UNMASKED:

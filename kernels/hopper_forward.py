@@ -50,7 +50,8 @@ def attention_forward(
     DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v and out_tiles are descriptors of (batch, head, row, column); blocks of q and out_tiles are 64 rows.
+    """q, k, v and out_tiles are descriptors of (batch, head, row, column); blocks of q and out_tiles are 64 rows,
+    those of out_tiles in fp32 with half the columns.
 
     Without out_tiles, and where a tile ends within a block, registers are written to out themselves. num_tiles is that of the
     pieces that work comes in (hopper_fetch.py).
@@ -60,7 +61,9 @@ def attention_forward(
     v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
     o_tile = q_tile  # stands in where there is none
     if out_tiles is not None:
-        o_tile = gl.allocate_shared_memory(out_tiles.dtype, [CONSUMERS, 1, 1, 64, BLOCK_DV], out_tiles.layout)
+        o_tile = gl.allocate_shared_memory(
+            out_tiles.dtype, [CONSUMERS, 1, 1, 64, out_tiles.block_type.shape[3]], out_tiles.layout
+        )
     next_tile = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … BLOCK_N - 1 in memory: as constants the compiler would keep them in registers that the loop needs
     columns = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -244,11 +247,23 @@ def finish(
 
 @gluon.jit
 def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
-    """Through shared memory, when what was there has left. What lies behind the tensor's end goes nowhere."""
+    """Through shared memory, in two halves if there is room for one. What lies behind the tensor's end goes nowhere."""
+    COLUMNS: gl.constexpr = o_tile.shape[3]
+    if COLUMNS == BLOCK_DV:
+        write_columns(rows, out_tiles, b, h, first_row, 0, o_tile)
+    else:
+        left, right = rows.reshape([64, 2, COLUMNS]).permute((0, 2, 1)).split()
+        write_columns(left, out_tiles, b, h, first_row, 0, o_tile)
+        write_columns(right, out_tiles, b, h, first_row, COLUMNS, o_tile)
+
+
+@gluon.jit
+def write_columns(columns, out_tiles, b, h, first_row, first_column, o_tile):
+    """When what was there has left."""
     tma.store_wait(0)
-    o_tile.reshape([64, BLOCK_DV]).store(rows.to(out_tiles.dtype))
+    o_tile.reshape([o_tile.shape[2], o_tile.shape[3]]).store(columns.to(out_tiles.dtype))
     fence_async_shared()
-    tma_store(out_tiles, [b, h, first_row, 0], o_tile)
+    tma_store(out_tiles, [b, h, first_row, first_column], o_tile)
 
 
 @gluon.jit

@@ -162,12 +162,11 @@ def flash(backend: str, shape: Shape, way: str, size: int) -> Work:
     q = torch.empty((1, 1, 1, shape.head_dim), dtype=torch.bfloat16, device="meta")
     group, at, fp32 = shape.heads // shape.kv_heads, Sizes.of(shape, size), 4 / size
     num_groups, hopper = shape.batch * shape.kv_heads, backend == "hopper"
-    many = shape.documents is not None or (way == "backward" and shape.head_dim > 128)
     alive = max(shape.documents or (shape.length,)) / shape.length  # what programs of one head read at about the same time
 
     def streamed(rows: int, keys: int, width: int, each: float, least: float, of_group: float) -> Stream:
         """`width` rows of every pair of tiles, `each` bytes a row."""
-        heads = min(num_groups, heads_together(mask, int(of_group), 1, many)) if hopper else num_groups
+        heads = min(num_groups, heads_together(way, mask, shape.head_dim, int(of_group), 1)) if hopper else num_groups
         loads = shape.batch * shape.heads * tile_pairs(shape, rows, keys) * width * each
         return Stream(loads, least, heads * of_group * alive, heads)
 

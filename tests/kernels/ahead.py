@@ -37,17 +37,19 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d128-docs": (128, 128, torch.bfloat16, 8, 8, dict(mask=DOCUMENTS)),
     "d128-full": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask())),
     "d128-block": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask(), at=ZIGZAG, carry=True)),  # a ring's that is seen whole
+    "d128-sums": (128, 128, torch.bfloat16, 8, 8, dict(sums=True)),  # a ring's own block
     "d128-ordered": (128, 128, torch.bfloat16, 8, 2, dict(deterministic=True)),
     "d128-dropout": (128, 128, torch.float16, 8, 8, dict(dropout=0.1)),
 }
 EVERYWHERE = ("d128-causal", "d64-causal")
-# portable kernels are the same without a mask and in order, and with documents d128-ring's
-ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ("d128-docs", "d128-full", "d128-block", "d128-ordered"))
+# portable kernels are the same without a mask, in order and with sums for results, and with documents d128-ring's
+ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered")
+ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
 # in Gluon without a mask and a carry only the forward is another kernel, and in order only the backward
 GLUON_BOTH = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-block", "d128-softcap", "d128-docs")
-GLUON_FORWARD = (*GLUON_BOTH, "d128-full")
+GLUON_FORWARD = (*GLUON_BOTH, "d128-full", "d128-sums")
 GLUON_BACKWARD = (*GLUON_BOTH, "d128-ordered")
-GLUON = (*GLUON_BOTH, "d128-full", "d128-ordered")
+GLUON = (*GLUON_BOTH, "d128-full", "d128-sums", "d128-ordered")
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
 NAMED = [
@@ -78,6 +80,8 @@ MAY_SPILL = {
     "hopper/d128-block/attention_forward": 32,
     "hopper/d128-block/attention_backward": 16,
     "hopper/d128-softcap/attention_backward": 248,
+    "hopper/d128-full/attention_forward": 8,
+    "hopper/d128-sums/attention_forward": 8,
     "hopper/d128-docs/attention_forward": 16,
     "hopper/d128-docs/attention_backward": 40,
     "hopper/d128-ordered/attention_backward": 24,
@@ -124,6 +128,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
 
     q, k, v = empty(1, LENGTH, heads, width), empty(1, LENGTH, kv_heads, width), empty(1, LENGTH, kv_heads, v_width)
     out, lse = empty(1, LENGTH, heads, v_width), empty(1, heads, LENGTH, dtype=torch.float32)
+    first = out.float() if options.get("sums") else out
     carry = (out.float(), lse) if options.get("carry") else None
     at = options.get("at", ((0, 1, LENGTH),))
     dropout = options.get("dropout", 0.0)
@@ -132,7 +137,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     numbers |= dict(deterministic=options.get("deterministic", False))
     block = Block(q, k, v, options.get("mask", Mask(causal=True)), at, at, **numbers)
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
-    yield from forward_launches(block, carry, out, lse, forward)
+    yield from forward_launches(block, carry, first, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
     yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if carry else False, backward)
     if not gluon and name in EVERYWHERE:

@@ -132,6 +132,11 @@ def test_tiles_of_queries_begin_where_documents_do(lengths: tuple[int, ...], row
 
 def test_heads_go_together_in_whole_groups() -> None:
     causal, full = mask_argument(Mask(causal=True).bounds()), mask_argument(Mask().bounds())
-    assert heads_together(causal, 2**30, 1, many=False) == 2 and heads_together(causal, 2**30, 4, many=False) == 8
-    assert heads_together(causal, 2**30, 1, many=True) == 8 and heads_together(causal, 2**18, 1, many=True) == 64
-    assert heads_together(full, 2**18, 4, many=False) == 4 and heads_together(full, 2**30, 1, many=True) == 1
+    documents = mask_argument(Mask(causal=True, documents=[0, 0, 1]).bounds())
+    for way, many in (("forward", 1), ("backward", 2)):  # of which not even one fits
+        assert heads_together(way, causal, 128, 2**30, 1) == many and heads_together(way, causal, 128, 2**30, 4) == 4 * many
+    for way in ("forward", "backward"):
+        assert heads_together(way, causal, 128, 2**24, 1) == 2 and heads_together(way, causal, 128, 2**18, 1) == 64
+        assert heads_together(way, documents, 128, 2**30, 1) == 8
+        assert heads_together(way, full, 128, 2**18, 4) == 4 and heads_together(way, full, 256, 2**30, 1) == 1
+    assert heads_together("forward", causal, 256, 2**30, 1) == 1 and heads_together("backward", causal, 256, 2**30, 1) == 8

@@ -51,19 +51,21 @@ def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None
 
 
 @pytest.mark.parametrize("cached, pieces", [(2**24, [100, 200]), (2**15, [100, 128, 72]), (1, [100, 128, 72])])
+@pytest.mark.parametrize("width, v_width", [(64, 64), (128, 104), (80, 56)])
 @pytest.mark.parametrize("last", [True, False])
 def test_many_keys_are_gone_through_in_pieces(
-    cached: int, pieces: list[int], last: bool, monkeypatch: pytest.MonkeyPatch
+    cached: int, pieces: list[int], width: int, v_width: int, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is hidden; and the carry is what it was."""
+    """Where nothing is hidden; and the carry is what it was. Sums in fp32 go out as they are, or in halves of their columns."""
     emulate(monkeypatch)
     monkeypatch.setattr(hopper_arguments, "CACHE", cached)
     given: list[int] = []
     run = Launch.__call__
     monkeypatch.setattr(Launch, "__call__", lambda self: given.append(self.tensors["k"].shape[1]) or run(self))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, rows, heads, 64, dtype=torch.bfloat16) for rows, heads in ((150, 4), (300, 2), (300, 2)))
-    carry = torch.randn(1, 150, 4, 64), torch.randn(1, 4, 150)
+    sizes = (150, 4, width), (300, 2, width), (300, 2, v_width)
+    q, k, v = (torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes)
+    carry = torch.randn(1, 150, 4, v_width), torch.randn(1, 4, 150)
     kept = [x.clone() for x in carry]
     where = Mask(causal=True), [(300, 1, 150)], [(100, 2, 100), (0, 1, 100), (101, 2, 100)], carry, last
     out, lse = block_forward(q, k, v, *where, backend="hopper")

@@ -140,7 +140,7 @@ class Descriptor:
     def __init__(self, of: TensorDescriptor) -> None:
         self.x = torch.as_strided(of.base.detach(), of.shape, of.strides, of.base.storage_offset())
         self.block, self.layout, self.dtype = list(of.block_shape), of.layout, of.base.dtype
-        self.block_type = types.SimpleNamespace(nbytes=torch.Size(self.block).numel() * self.dtype.itemsize)
+        self.block_type = types.SimpleNamespace(shape=self.block, nbytes=torch.Size(self.block).numel() * self.dtype.itemsize)
 
     def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """Of the block there what exists, and where in the block that is."""
