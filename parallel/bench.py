@@ -36,7 +36,7 @@ from kernels.plots import pyplot
 
 from .layout import KINDS
 from .mesh import Mesh
-from .peers import Contestant, Place, Problem, Setting, contestants, sampled_error
+from .peers import Contestant, Place, Setting, contestants, forward_and_backward, sampled_error
 from .transport import PULLED
 
 Row = dict[str, Any]
@@ -88,7 +88,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
     before = torch.cuda.memory_allocated() if cuda else 0
     row: Row = {}
     with contestant.make(setting, place) as problem:
-        _both(problem)
+        forward_and_backward(problem)
         if cuda:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
@@ -105,10 +105,6 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
     return row
 
 
-def _both(problem: Problem) -> None:
-    torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
-
-
 def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) -> Row:
     """ms of a forward and of a forward with its backward on the slowest rank, and the FLOPs of a forward."""
     with contestant.make(setting, place) as problem:
@@ -117,7 +113,8 @@ def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) ->
             with torch.no_grad():
                 problem.run()
 
-        return {"times": [_median_ms(call, place, rep) for call in (forward, lambda: _both(problem))] + [problem.flops]}
+        calls = forward, lambda: forward_and_backward(problem)
+        return {"times": [_median_ms(call, place, rep) for call in calls] + [problem.flops]}
 
 
 def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:

@@ -67,6 +67,13 @@ class Problem(NamedTuple):
     flops: float  # of this rank's forward
 
 
+def forward_and_backward(problem: Problem) -> None:
+    """In one thread: autograd's own would be woken in each call, which a training step does once, and the host would be late
+    for kernels of short shards."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
+
+
 class Place(NamedTuple):
     """Where a benchmark runs. Meshes are made once: groups are collectives and cost memory."""
 

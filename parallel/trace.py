@@ -13,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from kernels.plots import pyplot
 
+from .peers import forward_and_backward
+
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
 # What a profiler calls it, in small letters. "dtod" is a copy out of another GPU's symmetric memory, and one within a GPU too:
 # only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
@@ -31,7 +33,7 @@ def trace(make: Any, setting: Any, place: Any, path: Path, title: str) -> list[l
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
 
     def both(problem: Any) -> None:
-        torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
+        forward_and_backward(problem)
         if cuda:
             torch.cuda.synchronize()
 

@@ -106,6 +106,7 @@ SPILL_MORE = {
         "hopper/d128-causal/attention_forward": 8,
         "hopper/d256-causal/attention_forward": 80,
         "hopper/d128-ring/attention_forward": 80,
+        "hopper/d128-full/attention_forward": 16,
         "hopper/d128-block/attention_forward": 48,
         "hopper/d192-128/attention_forward": 24,
         "hopper/d128-softcap/attention_forward": 32,
