@@ -2,26 +2,24 @@
 
     torchrun --nproc-per-node=4 -m parallel.bench --save
     torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-pull,ulysses
+    torchrun --nproc-per-node=4 -m parallel.bench --tokens 128k --cycles                 # and clock cycles, as shares too
     torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k --trace ring.png
 
 "Alone" is one causal call of the same kernel, without any communication, on a sequence as long as costs a rank the same:
 S / √P. In each round every contestant has its turn, alone first, and shares are ratios within a round: clocks drift, but
 less within seconds. Reported are medians over rounds with their spread, of the slowest rank. A ring is timed only where
 sampled rows of its result agree with fp32. The peak of memory counts everything, inputs too. Settings are measured in the
-order that --tokens and --heads have, and each is printed and written when it is done.
+order that --tokens and --heads have, and each is printed and written when it is done. A share of cycles that is higher than
+that of time says that the clock was lower: more power was needed.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shlex
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +36,7 @@ from .layout import KINDS
 from .mesh import Mesh
 from .peers import Contestant, Place, Setting, contestants, forward_and_backward, sampled_error
 from .transport import PULLED
+from .turns import Turn, speeds, take_turn
 
 Row = dict[str, Any]
 DEFAULTS = {
@@ -46,7 +45,7 @@ DEFAULTS = {
 }
 
 
-def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: float) -> list[Row]:
+def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: float, cycles: bool = False) -> list[Row]:
     """A row for each contestant, the same on every rank."""
     table = contestants()
     rows: list[Row] = [
@@ -63,19 +62,18 @@ def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: 
     for row in rows:
         row |= _together(attempt(_check, table[row["name"]], row["name"], setting, place), place)
         _say(f"{setting.name} {row['name']}: {row['status']} {row['note']}".rstrip())
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
     for _ in range(rounds):
         for row in rows:
             if row["status"] == "ok":
-                result = attempt(_turn, table[row["name"]], setting, place, rep)
-                result = _together(result if "status" in result else {"times": result["times"]}, place)
-                if "times" in result:
-                    times[row["name"]].append(result["times"])
-                else:
-                    row |= result
+                turn = attempt(take_turn, table[row["name"]], setting, place, rep, cycles)
+                failed = _together({} if isinstance(turn, Turn) else turn, place)
+                row |= failed
+                if not failed:
+                    turns[row["name"]].append(turn)
     for row in rows:
         if row["status"] == "ok":
-            row |= _speeds(times[row["name"]], times.get("alone", []))
+            row |= speeds(turns[row["name"]], turns.get("alone", []))
     return rows
 
 
@@ -105,60 +103,6 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
     return row
 
 
-def _turn(contestant: Contestant, setting: Setting, place: Place, rep: float) -> Row:
-    """ms of a forward and of a forward with its backward on the slowest rank, and the FLOPs of a forward."""
-    with contestant.make(setting, place) as problem:
-
-        def forward() -> None:
-            with torch.no_grad():
-                problem.run()
-
-        calls = forward, lambda: forward_and_backward(problem)
-        return {"times": [_median_ms(call, place, rep) for call in calls] + [problem.flops]}
-
-
-def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
-    """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
-
-    One goes before, for which GPUs were idle. Of calls that are longer than that one more is enough: the rounds repeat it.
-    """
-
-    def together(calls: int) -> list[float]:
-        dist.barrier(group=place.ring.context_group)
-        return spans(call, place.device, calls)
-
-    first = _largest(together(1)[0], place)
-    return _largest(statistics.median(together(how_often(first, rep))), place)
-
-
-def how_often(ms: float, rep: float) -> int:
-    """Calls that take so many ms, in a turn of `rep` ms."""
-    return 1 if ms > rep else max(3, min(50, int(rep / ms)))
-
-
-def spans(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """ms of each."""
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(calls):
-            call()
-            marks.append(time.perf_counter())
-        return [1000 * (b - a) for a, b in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def _largest(value: float, place: Place) -> float:
-    worst = torch.tensor(value, device=place.device, dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=place.ring.context_group)
-    return float(worst)
-
-
 def _together(mine: Row, place: Place) -> Row:
     """What the ranks found: a failure of one is a failure; else the worst figures."""
     found: list[Any] = [None] * place.ranks
@@ -167,21 +111,6 @@ def _together(mine: Row, place: Place) -> Row:
     if bad is not None:
         return bad
     return found[0] | {key: max(row[key] for row in found) for key in ("peak_gib", "error") if key in found[0]}
-
-
-def _speeds(times: list[tuple[float, float, float]], alone: list[tuple[float, float, float]]) -> Row:
-    """TFLOP/s per rank, and the share of the kernel alone, over rounds: median, least and most."""
-    row: Row = {}
-    for way, factor, which in (("forward", 1.0, 0), ("both", 3.5, 1)):
-        rates = [factor * t[2] / t[which] / 1e9 for t in times]
-        row |= _spread(f"{way}_tflops", rates)
-        if len(alone) == len(times):
-            row |= _spread(f"{way}_share", [r / (factor * a[2] / a[which] / 1e9) for r, a in zip(rates, alone, strict=True)])
-    return row | {"forward_ms": statistics.median(t[0] for t in times), "both_ms": statistics.median(t[1] for t in times)}
-
-
-def _spread(name: str, values: list[float]) -> Row:
-    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
 def report(setting: Setting, rows: list[Row], ranks: int) -> str:
@@ -198,7 +127,8 @@ def report(setting: Setting, rows: list[Row], ranks: int) -> str:
         )
         line = f"  {row['name']:<28}{row['forward_tflops']:>11.4g}{row['both_tflops']:>11.4g}{share:>26}"
         line += f"{row['peak_gib']:>10.2f}" if "peak_gib" in row else f"{'-':>10}"
-        lines.append(line + (f"{row['error']:>10.1e}" if row.get("error") is not None else ""))
+        line += f"{row['error']:>10.1e}" if row.get("error") is not None else ""
+        lines.append(line + (f"  {row['both_cycles_share']:.1%} in cycles" if "both_cycles_share" in row else ""))
     return "\n".join(lines)
 
 
@@ -225,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="our kernel")
     parser.add_argument("--rounds", type=int, default=7, help="how often each has its turn (default %(default)s)")
     parser.add_argument("--rep", type=float, help="ms of one turn")
+    parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument(
         "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default ring-DEVICE)"
@@ -242,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.cycles and args.device == "cpu":
+        parser.error("--cycles counts those of NVIDIA's multiprocessors: leave it out on a CPU")
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
@@ -311,7 +244,7 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
     result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
     result |= {"settings": [], "rows": []}
     for setting in settings:
-        its = measure(setting, names, place, args.rounds, args.rep)
+        its = measure(setting, names, place, args.rounds, args.rep, args.cycles)
         result["settings"].append(asdict(setting) | {"name": setting.name, "kv_bytes": _kv_bytes(setting, args.dtype)})
         result["rows"] += its
         if speaks:
@@ -333,7 +266,8 @@ def _command(args: argparse.Namespace, ranks: int) -> str:
     chosen += ["--window", str(args.window)] if args.window else []
     chosen += ["--only", args.only] if args.only else []
     chosen += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
-    return f"torchrun --nproc-per-node={ranks} -m parallel.bench {shlex.join(chosen)} --rounds {args.rounds} --rep {args.rep:g}"
+    chosen += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
+    return f"torchrun --nproc-per-node={ranks} -m parallel.bench {shlex.join(chosen)}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from kernels import Mask
 from kernels.blocks import BACKENDS
 from kernels.measure import DTYPES, machine
 
-from .bench import count, how_often, spans
+from .bench import count
 from .beside import Transfer
 from .layout import KINDS, Layout
 from .mover import Alone, Mover
@@ -34,6 +34,7 @@ from .peers import Setting
 from .plan import Plan, make_plan
 from .ring import ring_backward, ring_forward
 from .transport import blocks_per_step, bytes_of_gradients
+from .turns import how_often, spans
 
 Row = dict[str, Any]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward

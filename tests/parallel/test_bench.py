@@ -9,6 +9,7 @@ import pytest
 from parallel import bench, peers
 from parallel.peers import Setting
 from parallel.trace import is_transfer
+from parallel.turns import Turn, speeds
 
 from ..docs.test_tables import tables
 from . import jobs
@@ -44,6 +45,21 @@ def test_a_ring_that_is_wrong_is_not_timed(tmp_path: Path, pools) -> None:
     assert pools(2)(_Wrong(path)) == [1, 1]
     row = json.loads(path.read_text())["rows"][1]
     assert row["status"] == "wrong" and "both_tflops" not in row
+
+
+def test_shares_of_time_and_of_cycles() -> None:
+    """A ring with half of the work, that takes as long at half the clock."""
+    alone, ring = Turn(1.0, 4.0, 2e9, 10.0, 40.0), Turn(1.0, 4.0, 1e9, 5.0, 20.0)
+    row = speeds([ring, ring._replace(both=2.0)], [alone, alone])
+    assert row["forward_share"] == 0.5 and row["both_share_min"] == 0.5 and row["both_share_max"] == 1
+    assert row["both_cycles_share"] == 1 and row["both_mcycles"] == 20 and row["both_tflops_min"] == 3.5 / 4
+    assert "both_cycles_share" not in speeds([Turn(*ring[:3])], [Turn(*alone[:3])])
+
+
+def test_a_cpu_has_no_cycles_to_count(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", "--cycles"])
+    assert "leave it out on a CPU" in capsys.readouterr().err
 
 
 class _Wrong:
