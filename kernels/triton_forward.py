@@ -167,13 +167,15 @@ def forward_launches(
     most_keys: int | None = None,
 ) -> Iterator[Launch]:
     """One launch, unless a list has more segments than a kernel takes, or there are more keys than one launch is to go through:
-    then queries split and keys carry on."""
+    then queries split and keys carry on. In fp32, for which new memory is made if out is not, unless lse is written over the
+    carry's: then the carry is used up, and its out takes the sums."""
     launch = launch or _launch
     if block.is_one_run and (most_keys is None or block.k.shape[1] <= most_keys):
         yield launch(block, carry, out, lse)
         return
     n = num_rows(block.q_at)
     carry_out, carry_lse = carry or (None, None)
+    used_up = carry_out is not None and carry_lse.data_ptr() == lse.data_ptr()
     out[:, n:], lse[:, :, n:] = 0, -INF
     if not block.k_at:
         out[:, :n] = 0 if carry_out is None else carry_out[:, :n]
@@ -188,8 +190,9 @@ def forward_launches(
         sums: Tensor | None = None
         for keys in key_runs:
             target = out[:, rows], lse[:, :, rows]
-            if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow: carry in fp32
-                sums = torch.empty_like(target[0], dtype=lse.dtype) if sums is None else sums
+            if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow
+                if sums is None:
+                    sums = carry_out[:, rows] if used_up else torch.empty_like(target[0], dtype=lse.dtype)
                 target = sums, target[1]
             yield launch(block.part(queries, keys), so_far, *target)
             so_far = target

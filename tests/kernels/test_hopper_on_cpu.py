@@ -56,12 +56,18 @@ def test_many_tiles_in_many_orders(case: Case, width: int, poisoned_memory: None
 def test_many_keys_are_gone_through_in_pieces(
     cached: int, pieces: list[int], width: int, v_width: int, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is hidden; and the carry is what it was. Sums in fp32 go out as they are, or in halves of their columns."""
+    """Where nothing is hidden. The carry is what it was, unless its lse is written over. Sums in fp32 go out as they are, or
+    half of their columns at a time."""
     emulate(monkeypatch)
     monkeypatch.setattr(hopper_arguments, "CACHE", cached)
-    given: list[int] = []
+    given: list[tuple[int, int]] = []
     run = Launch.__call__
-    monkeypatch.setattr(Launch, "__call__", lambda self: given.append(self.tensors["k"].shape[1]) or run(self))
+
+    def look(self: Launch) -> Any:
+        given.append((self.tensors["k"].shape[1], self.tensors["out"].data_ptr()))
+        return run(self)
+
+    monkeypatch.setattr(Launch, "__call__", look)
     torch.manual_seed(0)
     sizes = (150, 4, width), (300, 2, width), (300, 2, v_width)
     q, k, v = (torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes)
@@ -69,12 +75,17 @@ def test_many_keys_are_gone_through_in_pieces(
     kept = [x.clone() for x in carry]
     where = Mask(causal=True), [(300, 1, 150)], [(100, 2, 100), (0, 1, 100), (101, 2, 100)], carry, last
     out, lse = block_forward(q, k, v, *where, backend="hopper")
-    assert given == pieces
+    assert [rows for rows, _ in given] == pieces
     expected = block_forward(*(x.float() for x in (q, k, v)), *where, backend="reference")
     assert out.dtype == (torch.bfloat16 if last else torch.float32)
     torch.testing.assert_close(out.float(), expected[0], atol=2e-2, rtol=0)
     torch.testing.assert_close(lse, expected[1], atol=1e-3, rtol=0)
     assert all(torch.equal(x, y) for x, y in zip(carry, kept, strict=True))
+    into = torch.empty_like(out), carry[1]
+    block_forward(q, k, v, *where, backend="hopper", into=into)
+    assert torch.equal(into[0], out) and torch.equal(into[1], lse)
+    sums = carry if last else into
+    assert all(at == sums[0].data_ptr() for _, at in given[len(pieces) : -1])
 
 
 def test_a_forward_without_a_mask_is_the_same_bits_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
