@@ -132,8 +132,8 @@ def block_forward(
 
     Without q_at and k_at both are whole sequences, aligned at their ends. A carry's out may be None for zeros (a sink).
     out has q's dtype after the `last` block and the carry's before. `into` names the tensors to write, which may be the
-    carry's own: a tile of queries reads its rows before it writes them. Where its lse is the carry's, the carry's out may be
-    written over, too. `deterministic` is always true here.
+    carry's own: a tile of queries reads its rows before it writes them. Where `into`'s lse is the carry's, the carry's out
+    may be written over, too. `deterministic` is always true here.
     """
 
     check_head_start(head_start)

@@ -126,8 +126,8 @@ def heads_together(way: str, mask: tuple[Any, ...], width: int, streamed: int, g
     """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
 
     But not fewer than were as fast though they do not all fit: eight with documents, of which each reads only its own, and in a
-    backward above head dim 128; one in a forward if not even one fits; else two, so that the last heads' longest tiles begin
-    when nothing else is left to do.
+    backward above head dim 128, as with two the last heads' longest tiles begin when nothing else is left to do; one in a
+    forward if not even one fits; else two.
     Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
     """
     if hides_nothing(mask):
@@ -143,7 +143,7 @@ def most_keys(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:
     """How many keys a forward's launch is to go through, None for all.
 
     Without a mask, if not all of a head's are in the L2 cache, programs that are no longer abreast each read them from DRAM.
-    Under a causal mask this was not seen; and where a head's queries are one tile nothing is read twice.
+    Under a causal mask pieces gained next to nothing; and where a head's queries are one tile nothing is read twice.
     """
     if q.shape[1] <= 2 * WARPGROUP_ROWS or not hides_nothing(mask_argument(mask.bounds(k.device))):
         return None

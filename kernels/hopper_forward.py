@@ -39,7 +39,7 @@ from .triton_common import (
     rows_below,
     rules,
 )
-from .triton_forward import forward_launches
+from .triton_forward import forward_launches, readable
 
 
 @gluon.jit(**ANY_SIZE)
@@ -247,7 +247,7 @@ def finish(
 
 @gluon.jit
 def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
-    """Through shared memory, in two halves if there is room for one. What lies behind the tensor's end goes nowhere."""
+    """Through shared memory, in two halves where there is room for only one. What lies behind the tensor's end goes nowhere."""
     COLUMNS: gl.constexpr = o_tile.shape[3]
     if COLUMNS == BLOCK_DV:
         write_columns(rows, out_tiles, b, h, first_row, 0, o_tile)
@@ -259,7 +259,7 @@ def write(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
 
 @gluon.jit
 def write_columns(columns, out_tiles, b, h, first_row, first_column, o_tile):
-    """When what was there has left."""
+    """Once what was in the shared tile has been read."""
     tma.store_wait(0)
     o_tile.reshape([o_tile.shape[2], o_tile.shape[3]]).store(columns.to(out_tiles.dtype))
     fence_async_shared()
@@ -284,8 +284,9 @@ def weighted(weights, v_tile, acc):
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Again | None:
     v = without_padding(block.v, block.mask, block.k_at)
     read = block.read_from(fetchable(block.q), fetchable(block.k), fetchable(v))
+    given, carry = carry, readable(carry)
     known = [call() for call in forward_launches(read, carry, out, lse, launch, most_keys(read.mask, read.q, read.k, read.v))]
-    as_it_is = read is block and block.is_one_run and len(known) == 1
+    as_it_is = read is block and carry is given and block.is_one_run and len(known) == 1
     return partial(again, known[0]) if as_it_is and known[0] is not None else None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 FORWARD = {  # head dim up to: consumers of 64 queries each, keys a tile, buffers of q, of k and v, registers of a consumer,
-    # whether out goes to memory through shared memory (which then has to have room), registers a thread at launch, whether
+    # whether out goes to memory through shared memory (which has to have room for 16 bits of it), registers at launch, whether
     # a consumer's warps meet when it frees a place
     64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
     128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168, IN_STEP=False),

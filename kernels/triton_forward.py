@@ -26,6 +26,7 @@ from .triton_common import (
     aligned,
     exponents,
     head_offset,
+    is_aligned,
     kept,
     keys_of,
     load_tile,
@@ -152,10 +153,13 @@ def attend(
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
     block = block.read_from(aligned(block.q), aligned(block.k), aligned(block.v))
-    if carry is not None and carry[0] is not None:
-        carry = aligned(carry[0]), carry[1]
-    for call in forward_launches(block, carry, out, lse):
+    for call in forward_launches(block, readable(carry), out, lse):
         call()
+
+
+def readable(carry: Carry | None) -> Carry | None:
+    """The carry, with a copy of its out where kernels could not read it."""
+    return carry if carry is None or carry[0] is None or is_aligned(carry[0]) else (aligned(carry[0]), carry[1])
 
 
 def forward_launches(
@@ -167,15 +171,14 @@ def forward_launches(
     most_keys: int | None = None,
 ) -> Iterator[Launch]:
     """One launch, unless a list has more segments than a kernel takes, or there are more keys than one launch is to go through:
-    then queries split and keys carry on. In fp32, for which new memory is made if out is not, unless lse is written over the
-    carry's: then the carry is used up, and its out takes the sums."""
+    then queries split and keys carry on, in fp32. If out is of another type the sums have memory of their own, or that of a
+    carry that is used up."""
     launch = launch or _launch
     if block.is_one_run and (most_keys is None or block.k.shape[1] <= most_keys):
         yield launch(block, carry, out, lse)
         return
     n = num_rows(block.q_at)
     carry_out, carry_lse = carry or (None, None)
-    used_up = carry_out is not None and carry_lse.data_ptr() == lse.data_ptr()
     out[:, n:], lse[:, :, n:] = 0, -INF
     if not block.k_at:
         out[:, :n] = 0 if carry_out is None else carry_out[:, :n]
@@ -192,10 +195,18 @@ def forward_launches(
             target = out[:, rows], lse[:, :, rows]
             if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow
                 if sums is None:
-                    sums = carry_out[:, rows] if used_up else torch.empty_like(target[0], dtype=lse.dtype)
+                    sums = carry_out[:, rows] if used_up(carry, lse) else torch.empty_like(target[0], dtype=lse.dtype)
                 target = sums, target[1]
             yield launch(block.part(queries, keys), so_far, *target)
             so_far = target
+
+
+def used_up(carry: Carry | None, lse: Tensor) -> bool:
+    """Whether lse is written over the carry's, whose out then says nothing any more, and can be written to."""
+    if carry is None or carry[0] is None:
+        return False
+    out, before = carry
+    return is_aligned(out) and 0 not in out.stride() and before.data_ptr() == lse.data_ptr() and before.stride() == lse.stride()
 
 
 def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:

@@ -173,8 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.cycles and args.device == "cpu":
-        parser.error("--cycles counts those of NVIDIA's multiprocessors: leave it out on a CPU")
+    if args.cycles and (args.device == "cpu" or torch.version.hip):
+        parser.error("--cycles reads the clocks of NVIDIA's multiprocessors: leave it out here")
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
@@ -186,8 +186,10 @@ def main(argv: list[str] | None = None) -> int:
     names = args.only.split(",") if args.only else [name for name, c in table.items() if args.device in c.devices]
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(table)}")
-    if args.trace is not None and (args.json is not None or args.save is not None):
-        parser.error("--trace draws a picture and measures nothing: call it again without --trace for --json or --save")
+    if args.trace is not None and (args.json is not None or args.save is not None or args.cycles):
+        parser.error(
+            "--trace draws a picture and measures nothing: call it again without --trace for --json, --save or --cycles"
+        )
     if args.trace is not None:
         try:
             pyplot()  # better told now than after the ranks have met

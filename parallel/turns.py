@@ -1,6 +1,7 @@
 """What a contestant of `parallel.bench` takes in its turn: ranks begin together, and the slowest counts."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -53,11 +54,19 @@ def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
 
 
 def _mcycles(call: Callable[[], object], place: Place, calls: int) -> float:
-    """Millions a call, of the slowest rank."""
+    """Millions a call, of the rank that counts most; an error on all ranks if one could not count."""
     from kernels.cycles import cycles_of  # only here: it needs Triton
 
     dist.barrier(group=place.ring.context_group)
-    return _largest(cycles_of(call, max(2, calls), place.device) / 1e6, place)
+    error = None
+    try:
+        mine = cycles_of(call, max(2, calls), place.device) / 1e6
+    except RuntimeError as failed:
+        error, mine = failed, math.inf  # by which the others, who would wait for this rank, hear of it
+    most = _largest(mine, place)
+    if math.isinf(most):
+        raise RuntimeError("a rank could not count cycles: is another process at work on its GPU?") from error
+    return most
 
 
 def how_often(ms: float, rep: float) -> int:

@@ -2,12 +2,16 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from parallel import bench, peers
-from parallel.peers import Setting
+from kernels import cycles
+from parallel import Mesh, bench, peers
+from parallel.peers import Place, Setting
 from parallel.trace import is_transfer
 from parallel.turns import Turn, speeds
 
@@ -56,10 +60,43 @@ def test_shares_of_time_and_of_cycles() -> None:
     assert "both_cycles_share" not in speeds([Turn(*ring[:3])], [Turn(*alone[:3])])
 
 
-def test_a_cpu_has_no_cycles_to_count(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(["--device", "cpu", "--cycles"])
-    assert "leave it out on a CPU" in capsys.readouterr().err
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_of_the_rank_that_counts_most(fails: bool, tmp_path: Path, pools) -> None:
+    """And a rank that cannot count is an error on all, not one that the others wait for."""
+    path = tmp_path / "ring.json"
+    assert pools(2)(_Counts(path, fails)) == [0, 0]
+    rows = {row["name"]: row for row in json.loads(path.read_text())}
+    if fails:
+        assert all(row["status"] == "failed" and "could not count" in row["note"] for row in rows.values())
+    else:
+        assert rows["alone"]["both_mcycles"] == rows["ring-zigzag-p2p"]["both_mcycles"] == 2
+        assert rows["ring-zigzag-p2p"]["both_cycles_share"] > 0
+
+
+class _Counts:
+    """Each rank counts as many millions as its number and one more, or the last one cannot."""
+
+    def __init__(self, path: Path, fails: bool) -> None:
+        self.path, self.fails = path, fails
+
+    def __call__(self) -> int:
+        right, rank = cycles.cycles_of, dist.get_rank()
+
+        def count(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+            if self.fails and rank == 1:
+                raise RuntimeError("no multiprocessor was read")
+            return 1e6 * (rank + 1)
+
+        cycles.cycles_of = count
+        try:
+            mesh = Mesh(ring=2)
+            place = Place(torch.device("cpu"), torch.float32, 2, mesh, Mesh(ulysses=2), "auto")
+            rows = bench.measure(Setting(24, 2, 1, 16), ["alone", "ring-zigzag-p2p"], place, 1, 1, cycles=True)
+        finally:
+            cycles.cycles_of = right
+        if rank == 0:
+            self.path.write_text(json.dumps(rows))
+        return 0
 
 
 class _Wrong:
@@ -153,6 +190,7 @@ def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
         (["--rounds", "0"], "at least 1"),
         (["--json", "no/such/folder/x.json"], "make it first"),
         (["--trace", "ring.png", "--save"], "without --trace"),
+        (["--cycles"], "leave it out here"),
         ([], "torchrun"),
     ],
 )
