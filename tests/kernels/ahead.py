@@ -129,7 +129,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
 
     q, k, v = empty(1, LENGTH, heads, width), empty(1, LENGTH, kv_heads, width), empty(1, LENGTH, kv_heads, v_width)
     out, lse = empty(1, LENGTH, heads, v_width), empty(1, heads, LENGTH, dtype=torch.float32)
-    first = out.float() if options.get("sums") else out
+    written = out.float() if options.get("sums") else out
     carry = (out.float(), lse) if options.get("carry") else None
     at = options.get("at", ((0, 1, LENGTH),))
     dropout = options.get("dropout", 0.0)
@@ -138,7 +138,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     numbers |= dict(deterministic=options.get("deterministic", False))
     block = Block(q, k, v, options.get("mask", Mask(causal=True)), at, at, **numbers)
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
-    yield from forward_launches(block, carry, first, lse, forward)
+    yield from forward_launches(block, carry, written, lse, forward)
     grads = (x.float() if carry or (gluon and x is q) else x for x in (q, k, v))
     yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if carry else False, backward)
     if not gluon and name in EVERYWHERE:
