@@ -4,7 +4,8 @@
 
 `mask` says who sees whom, `reference` what attention is, `chunked` and `triton_*` how it is computed, `attention` is the one
 operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round; `block` says what
-one is to a backend. `sums` is what a ring's backward ends with.
+one is to a backend. `sums` is how a ring's backward adds up what
+comes home.
 """
 
 from .attention import attention
@@ -12,16 +13,17 @@ from .blocks import adds_in_memory, block_backward, block_forward, output_delta
 from .loss import linear_cross_entropy
 from .mask import Mask
 from .segments import Segment
-from .sums import finish_gradients
+from .sums import Summand, sum_gradients
 
 __all__ = [
     "Mask",
     "Segment",
+    "Summand",
     "adds_in_memory",
     "attention",
     "block_backward",
     "block_forward",
-    "finish_gradients",
     "linear_cross_entropy",
     "output_delta",
+    "sum_gradients",
 ]

@@ -1,64 +1,108 @@
-"""The end of a ring's backward: two sums in fp32, one of which may be of some rows and heads, become dk and dv in one pass."""
+"""Sums of gradients in a ring's backward: up to three, of some rows and heads each, become dk and dv in one pass."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import choose_backend
 from .launches import Arguments, Launch
 from .triton_common import ANY_SIZE, head_offset, is_aligned, load_tile, store_tile
 
 BLOCK_M = 32
+NAMES = ("one", "two", "three")
+MOST = len(NAMES)
+# Where a summand begins and ends. (In a tuple Triton would tell such numbers apart, and compile the kernel again.)
+BORDERS = [f"{name}_{border}" for name in NAMES for border in ("row", "end", "head", "last")]
 
 
-@triton.jit(do_not_specialize=(*ANY_SIZE["do_not_specialize"], "first", "end", "first_head", "end_head"))
+class Summand(NamedTuple):
+    """Gradients of some rows and heads, dK and dV side by side, and where those belong."""
+
+    of: Tensor  # (rows, B, heads, D + Dv)
+    row: int = 0
+    head: int = 0
+
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """Rows and heads of the whole."""
+        return slice(self.row, self.row + self.of.shape[0]), slice(self.head, self.head + self.of.shape[2])
+
+
+@triton.jit
+def columns_of(summand, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    x, strides, begin, end, first, last = summand
+    there = (row >= begin) & (row < end) & (h >= first) & (h <= last)
+    return load_tile(x + column + head_offset(b, h - first, strides), row - begin, strides, there, WIDTH, BLOCK)
+
+
+@triton.jit
+def sum_of(one, two, three, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    value = columns_of(one, b, h, row, column, WIDTH, BLOCK)
+    if two[0] is not None:
+        value += columns_of(two, b, h, row, column, WIDTH, BLOCK)
+    if three[0] is not None:
+        value += columns_of(three, b, h, row, column, WIDTH, BLOCK)
+    return value
+
+
+@triton.jit(do_not_specialize=(*ANY_SIZE["do_not_specialize"], *BORDERS))
 def sum_and_cast(
-    total, more, dk, dv, total_strides, more_strides, dk_strides, dv_strides,
-    rows, num_heads, first, end, first_head, end_head,
+    one, two, three, dk, dv, one_strides, two_strides, three_strides, dk_strides, dv_strides, rows, num_heads,
+    one_row, one_end, one_head, one_last, two_row, two_end, two_head, two_last, three_row, three_end, three_head, three_last,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one head. `more` has the rows first … end - 1 of the heads first_head … end_head - 1."""
+    """Some rows of one head."""
     head, tile = tl.program_id(0) // tl.cdiv(rows, BLOCK_M), tl.program_id(0) % tl.cdiv(rows, BLOCK_M)
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = (row >= first) & (row < end) & (h >= first_head) & (h < end_head)
-    total += head_offset(b, h, total_strides)
-    more += head_offset(b, h - first_head, more_strides)
-    value = load_tile(total, row, total_strides, row < rows, D, BLOCK_D)
-    value += load_tile(more, row - first, more_strides, there, D, BLOCK_D)
+    one = (one, one_strides, one_row, one_end, one_head, one_last)
+    two = (two, two_strides, two_row, two_end, two_head, two_last)
+    three = (three, three_strides, three_row, three_end, three_head, three_last)
+    value = sum_of(one, two, three, b, h, row, 0, D, BLOCK_D)
     store_tile(dk + head_offset(b, h, dk_strides), value, row, dk_strides, row < rows, D, BLOCK_D, False)
-    value = load_tile(total + D, row, total_strides, row < rows, DV, BLOCK_DV)
-    value += load_tile(more + D, row - first, more_strides, there, DV, BLOCK_DV)
+    value = sum_of(one, two, three, b, h, row, D, DV, BLOCK_DV)
     store_tile(dv + head_offset(b, h, dv_strides), value, row, dv_strides, row < rows, DV, BLOCK_DV, False)
 
 
-def finish_gradients(
-    total: Tensor, more: Tensor, first: int, first_head: int, dk: Tensor, dv: Tensor, backend: str = "auto"
-) -> None:
-    """dk and dv (B, rows, heads, D) become `total`, plus `more` from a row and a head of it on.
+def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto") -> None:
+    """dk and dv (B, rows, heads, D) become the sums of up to three, in this order; zeros where there is none.
 
-    Both sums are (rows, B, heads, D + Dv), with dK and dV side by side. What is in `total` is lost.
+    They may be the columns of one that has all rows and heads.
     """
-    readable = dk.shape[3] % 8 == 0 and all(map(is_aligned, (total, more, dk, dv)))
-    if readable and total.is_cuda and choose_backend(backend, dk, dv) in ("triton", "hopper"):
-        launch(total, more, first, first_head, dk, dv)()
+    assert 0 < len(summands) <= MOST, len(summands)
+    dtype = summands[0].of.dtype
+    readable = dk.shape[3] % 8 == 0 and all(map(is_aligned, (*(its.of for its in summands), dk, dv)))
+    if readable and dk.is_cuda and dtype == torch.float32 and backend not in ("reference", "chunked"):
+        launch(summands, dk, dv)()
         return
-    total[first : first + more.shape[0], :, first_head : first_head + more.shape[2]] += more
-    for grad, x in zip((dk, dv), total.transpose(0, 1).split((dk.shape[3], dv.shape[3]), 3), strict=True):
+    size = dk.shape[1], dk.shape[0], dk.shape[2], dk.shape[3] + dv.shape[3]
+    whole = torch.zeros(size, dtype=dtype, device=dk.device)
+    for its in summands:
+        rows, heads = its.place
+        whole[rows, :, heads] += its.of
+    for grad, x in zip((dk, dv), whole.transpose(0, 1).split((dk.shape[3], dv.shape[3]), 3), strict=True):
         grad.copy_(x)
 
 
-def launch(total: Tensor, more: Tensor, first: int, first_head: int, dk: Tensor, dv: Tensor) -> Launch:
-    return Launch(
-        sum_and_cast, _arguments, dict(total=total, more=more, dk=dk, dv=dv), dict(first=first, first_head=first_head)
-    )
+def launch(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> Launch:
+    tensors: dict[str, Any] = dict.fromkeys(NAMES) | dict(dk=dk, dv=dv)
+    borders = dict.fromkeys(BORDERS, 0)
+    for name, its in zip(NAMES, summands, strict=False):
+        rows, heads = its.place
+        tensors[name] = its.of
+        numbers = rows.start, rows.stop, heads.start, heads.stop - 1
+        borders |= {f"{name}_{border}": n for border, n in zip(("row", "end", "head", "last"), numbers, strict=True)}
+    return Launch(sum_and_cast, _arguments, tensors, borders)
 
 
-def _arguments(total: Tensor, more: Tensor, dk: Tensor, dv: Tensor, first: int, first_head: int) -> Arguments:
+def _arguments(one: Tensor, two: Tensor | None, three: Tensor | None, dk: Tensor, dv: Tensor, **borders: int) -> Arguments:
     batch, rows, heads, width = dk.shape
-    given = dict(total=total, more=more, dk=dk, dv=dv, dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3])
-    given |= {f"{name}_strides": x.transpose(0, 1).stride()[:3] for name, x in (("total", total), ("more", more))}
-    given |= dict(rows=rows, num_heads=heads, first=first, end=first + more.shape[0])
-    given |= dict(first_head=first_head, end_head=first_head + more.shape[2], D=width, DV=dv.shape[3], BLOCK_M=BLOCK_M)
+    given = dict(one=one, two=two, three=three, dk=dk, dv=dv, dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3])
+    for name, x in zip(NAMES, (one, two, three), strict=True):
+        given[f"{name}_strides"] = None if x is None else x.transpose(0, 1).stride()[:3]
+    given |= dict(rows=rows, num_heads=heads, D=width, DV=dv.shape[3], BLOCK_M=BLOCK_M, **borders)
     given |= dict(BLOCK_D=triton.next_power_of_2(width), BLOCK_DV=triton.next_power_of_2(dv.shape[3]))
     return batch * heads * -(-rows // BLOCK_M), given

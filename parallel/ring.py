@@ -28,11 +28,12 @@ from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
 from .beside import Beside, Here, Transfer
+from .homeward import Homeward, Region
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
 from .runs import length, packed, within, without
-from .transport import Homeward, Region, num_parts, travel
+from .transport import num_parts, travel
 
 
 def ring_forward(
@@ -166,9 +167,11 @@ def ring_backward(
             if made is not None:
                 home.send(*made)
 
-    zeros = own_sums[keys_shared:], own_sums[second[1], :, second[0]]
-    priority = -1 if together else 0
-    home = Homeward(mover, own_sums, shared, zeros, num_parts(mover.plan, k, v), options["backend"], priority)
+    free, last = halves(own_sums.shape[2], keys_shared, rows_shared)
+    if rows_shared > keys_shared:
+        own_sums[keys_shared:] = 0  # padding, for which there is no kernel
+    parts, priority = num_parts(mover.plan, k, v), -1 if together else 0
+    home = Homeward(mover, own_sums, shared, free, last, parts, width, options["backend"], priority)
     for index, step, k_block, v_block in travel(mover, k, v):
         if index == 0:
             home.follow()
@@ -194,8 +197,7 @@ def ring_backward(
     home.follow()
     if not together:
         second_sums = second_half()
-    free, last = halves(own_sums.shape[2], keys_shared, len(own_sums))
-    home.finish(free, last, second_sums, filling.done(), dk_shared, dv_shared)
+    home.finish(second_sums, filling.done(), dk_shared, dv_shared)
     if not few_are_shared:
         dk, dv = dk_shared, dv_shared
     else:

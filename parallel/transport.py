@@ -3,7 +3,7 @@
 The ring tells a mover what its plan says, and the mover knows how:
 
     for index, step, k, v in travel(mover, k, v): …       each block; the next one travels while this one is used
-    home = Homeward(mover, mine, …)                       takes dK/dV of a block back to its owner, who adds them up
+    mover.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
 
 - `p2p`: one grouped call a step, straight from each owner.
 - `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. A step takes
@@ -22,24 +22,20 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kernels import finish_gradients
 from kernels.reference import accumulation_dtype
 
 from . import progress
-from .beside import Beside, Transfer
 from .groups import Pair
 from .layout import Layout
 from .messages import Messages
-from .mover import Mover, slots
+from .mover import Mover
 from .packed import by_rows
-from .plan import Piece, Plan, Step
-from .runs import place
+from .plan import Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
 AT_ONCE = ("all_gather", "pull_all")  # one step for all other ranks
@@ -147,136 +143,3 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
         coming()
         moved["kv"] += bool(following.pieces)
         block = by_rows(rows_k), by_rows(rows_v)
-
-
-Region = tuple[slice, slice]  # KV heads and rows
-
-
-class Arrival(NamedTuple):
-    """What comes in for some heads, and the memory that has to stay until it has been added."""
-
-    transfer: Transfer
-    pieces: list[Piece]  # whose rows of mine they are for
-    heads: slice
-    into: Tensor  # piece after piece
-    part: Tensor  # what goes out at the same time
-
-
-class Homeward:
-    """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
-
-    Sums are made on a stream beside the kernels', so that none stands between two of these. They do not come first: behind
-    the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
-    """
-
-    def __init__(
-        self,
-        mover: Mover,
-        mine: Tensor,
-        runs: list[slice],
-        zeros: tuple[Tensor, ...],
-        parts: int,
-        backend: str,
-        priority: int = 0,
-    ) -> None:
-        # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype, of these runs of the own rows
-        self.mover, self.mine, self.runs = mover, mine, runs
-        self.zeros = zeros  # regions of mine that no kernel writes, and others add to
-        self.backend = backend
-        self.parts = parts  # that its heads are sent in
-        self.asked = self.sent = 0  # parts, so far
-        self.coming: Arrival | None = None
-        self.sums = Beside(mine.device, "sums", priority)  # behind the kernels', see above
-        self.summed: Transfer = lambda: None
-        self.held: Arrival | None = None  # by sums that the caller's stream has not waited for
-
-    def follow(self) -> None:
-        """Where a kernel begins that small work is to stand beside: it waits for all that the caller was given so far."""
-        self.sums.follow()
-
-    def head_parts(self) -> list[slice]:
-        """KV heads whose gradients go together."""
-        heads = self.mine.shape[2] // self.parts
-        return [slice(i * heads, (i + 1) * heads) for i in range(self.parts)]
-
-    def part(self, index: int, heads: slice) -> Tensor:
-        """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
-        self.asked += 1
-        return self.mover.part(self.asked % 2, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
-
-    def send(self, index: int, heads: slice, part: Tensor) -> None:
-        """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
-        self.settle()
-        with self.sums.run():
-            self._clear()
-            if self.coming is not None:
-                self._add((rows, self.coming.heads, more) for rows, more in self._arrived(self.coming))
-        self.summed, self.held = self.sums.done(), self.coming
-        pieces = self.mover.plan.gives[index]
-        into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
-        self.sent += 1
-        self.coming = Arrival(self.mover.give(index, self.sent % 2, part, into), pieces, heads, into, part)
-
-    def settle(self) -> None:
-        """What the sums that have begun were made of may be given back from here on."""
-        self.summed()
-        self.held = None
-
-    def finish(self, free: Region, last: Region, own: Tensor, done: Transfer, dk: Tensor, dv: Tensor) -> None:
-        """dk and dv. `own` is the own block's part in the last region, which a kernel writes until it is done; what is in the
-        free region is handed on beside that kernel."""
-        assert self.coming is not None, "a ring of several steps sends something in each"
-        with self.sums.run():
-            arrived = self._arrived(self.coming)
-            self._add(self._belonging(last, arrived))
-            added = self.sums.done()
-            if free[1].stop:  # there is such a region
-                *sums, (rows, heads, more) = self._belonging(free, arrived) or [(free[1], free[0], self.mine[:0, :, free[0]])]
-                self._add(sums)
-                self._hand_on(free, more, rows.start - free[1].start, heads.start - free[0].start, dk, dv)
-        added()
-        done()
-        self._hand_on(last, own, 0, 0, dk, dv)
-        self.sums.join()
-
-    def _clear(self) -> None:
-        for x in self.zeros:
-            x.zero_()
-        self.zeros = ()
-
-    def _add(self, arrived: Iterable[tuple[slice, slice, Tensor]]) -> None:
-        for rows, heads, more in arrived:
-            self.mine[rows, :, heads].add_(more)
-
-    def _hand_on(self, region: Region, more: Tensor, row: int, head: int, dk: Tensor, dv: Tensor) -> None:
-        """`more` is added as all is cast."""
-        heads, rows = region
-        if rows.start == rows.stop:
-            return
-        finish_gradients(self.mine[rows, :, heads], more, row, head, dk[:, rows, heads], dv[:, rows, heads], self.backend)
-
-    def _belonging(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[tuple[slice, slice, Tensor]]:
-        """Of what arrived what belongs there: rows and heads of mine, and what is to be added to them."""
-        assert self.coming is not None
-        all_heads, all_rows = region
-        heads, came = _meet(self.coming.heads, all_heads), _within(self.coming.heads, all_heads)
-        return [(_meet(rows, all_rows), heads, more[_within(rows, all_rows), :, came]) for rows, more in arrived]
-
-    def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
-        """Rows of mine, and what is to be added to them."""
-        arrival.transfer()
-        moved["dkv"] += len(arrival.pieces)
-        places = slots(arrival.pieces, (arrival.into,))
-        return [(place(piece.rows, self.runs), its) for piece, (its,) in zip(arrival.pieces, places, strict=True)]
-
-
-def _meet(one: slice, other: slice) -> slice:
-    """What two runs have in common; where that is nothing, an empty run within the other."""
-    start = min(max(one.start, other.start), other.stop)
-    return slice(start, max(start, min(one.stop, other.stop)))
-
-
-def _within(one: slice, other: slice) -> slice:
-    """The same, counted from where the first one begins."""
-    common = _meet(one, other)
-    return slice(max(0, common.start - one.start), max(0, common.stop - one.start))

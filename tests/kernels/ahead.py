@@ -143,7 +143,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if carry else False, backward)
     if not gluon and name in EVERYWHERE:
         total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
-        yield sums.launch(total, total[:2048], 2048, 0, k, v)
+        yield sums.launch([sums.Summand(total), sums.Summand(total[:2048], 2048), sums.Summand(total)], k, v)
 
 
 def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:

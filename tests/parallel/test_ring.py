@@ -1,6 +1,5 @@
 """The ring, Ulysses and both together equal the reference in fp64, forward and all gradients, on 1 to 8 gloo ranks."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,15 +9,15 @@ import pytest
 import torch
 
 from kernels import Mask
-from parallel import Layout, ring, transport
+from parallel import Layout, homeward, ring, transport
 from parallel.beside import Beside, Transfer
+from parallel.homeward import Arrival, Homeward
 from parallel.mover import Alone
 from parallel.packed import unpack
 from parallel.plan import Piece, Plan, make_plan
 from parallel.pull import copy, in_large
 from parallel.ring import halves
 from parallel.signals import GIVEN, READ, SHOWN, TAKEN
-from parallel.transport import Arrival, Homeward
 
 from . import jobs, work
 from .work import Case
@@ -128,38 +127,70 @@ def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) 
     assert torch.equal(place, heads)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
+class Returns(Alone):
+    """What other ranks return."""
+
+    def give(self, index: int, which: int, part: torch.Tensor, into: torch.Tensor) -> Transfer:
+        return lambda: into.copy_(torch.randn_like(into))
+
+
+@pytest.mark.parametrize("heads, parts", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
 @pytest.mark.parametrize("num_keys", [0, 5, 8])
-def test_what_is_handed_on_beside_the_last_kernel_is_not_its_own(heads: int, num_keys: int) -> None:
-    """While it is at work only the free region becomes dk and dv; then the other one, with what the kernel left."""
+@pytest.mark.parametrize(
+    "places",
+    [
+        [[]],
+        [[slice(0, 4)]],
+        [[slice(2, 5), slice(6, 8)]],
+        [[slice(0, 8)] * 4],
+        [[], [slice(0, 4)]],
+        [[slice(0, 4)], [slice(0, 8)]],
+        [[slice(0, 4), slice(0, 8)], []],
+        [[slice(0, 8)] * 4, [slice(2, 4), slice(0, 8)], [slice(5, 8)]],
+    ],
+)
+def test_what_comes_home_is_added_to_what_a_kernel_made(
+    heads: int, num_keys: int, parts: int, places: list[list[slice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the last kernel is at work only the free region becomes dk and dv; then the other, with what the kernel left."""
     rows, width = 8, 3
     free, last = halves(heads, num_keys, rows)
     _, its = halves(heads, num_keys, num_keys)  # padding has no gradients
-    places = ([], [slice(0, 4)], [slice(2, 5), slice(6, 8)])
-    for parts, places_of_one in itertools.product([n for n in (1, 2, 4) if heads % n == 0], places):
-        came = slice(heads - heads // parts, heads)
-        mine = torch.randn(rows, 1, heads, 2 * width)
-        zeros = mine[num_keys:], mine[its[1], :, its[0]]
-        home = Homeward(Alone(Plan([], [], 0, [], slice(0, 0), [], [])), mine, [slice(0, 8)], zeros, parts, "reference")
-        home._clear()
-        into = torch.randn(sum(at.stop - at.start for at in places_of_one), 1, came.stop - came.start, 2 * width)
-        home.coming = Arrival(lambda: None, [Piece(0, at, 0) for at in places_of_one], came, into, into)
-        right = torch.randn(its[1].stop - its[1].start, 1, its[0].stop - its[0].start, 2 * width)
-        expected = mine.clone()
-        expected[num_keys:], expected[its[1], :, its[0]] = 0, right
-        for at, more in zip(places_of_one, into.split([at.stop - at.start for at in places_of_one]), strict=True):
-            expected[at, :, came] += more
-        grads = tuple(torch.full((1, rows, heads, width), float("nan")) for _ in range(2))
-        own = torch.full_like(right, float("inf"))
+    # what the kernels of the own block left, and are yet to leave; nobody may look at the rest
+    mine = torch.full((rows, 1, heads, 2 * width), torch.nan)
+    mine[free[1], :, free[0]] = torch.randn_like(mine[free[1], :, free[0]])
+    mine[num_keys:] = 0
+    right = torch.randn(its[1].stop - its[1].start, 1, its[0].stop - its[0].start, 2 * width)
+    expected = mine.clone()
+    expected[last[1], :, last[0]] = 0
+    expected[its[1], :, its[0]] = right
+    gives = [[Piece(0, at, 0) for at in its] for its in places]
+    home = Homeward(
+        Returns(Plan([], gives, 0, [], slice(0, 0), [], [])), mine, [slice(0, 8)], free, last, parts, width, "reference"
+    )
+    arrived = home._arrived
 
-        def done(own: torch.Tensor = own, right: torch.Tensor = right, grads: tuple[torch.Tensor, ...] = grads) -> None:
-            for grad in grads:
-                assert grad[:, last[1], last[0]].isnan().all() and grad[:, free[1], free[0]].isfinite().all()
-            own.copy_(right)
+    def watched(arrival: Arrival) -> list[tuple[slice, torch.Tensor]]:
+        came = arrived(arrival)
+        for at, more in came:
+            expected[at, :, arrival.heads] += more
+        return came
 
-        home.finish(free, last, own, done, *grads)
-        for grad, wanted in zip(grads, unpack(expected, width), strict=True):
-            torch.testing.assert_close(grad, wanted)
+    monkeypatch.setattr(home, "_arrived", watched)
+    for index in range(len(places)):
+        for of in home.head_parts():
+            home.send(index, of, mine[:0, :, of])
+    grads = tuple(torch.full((1, rows, heads, width), torch.nan) for _ in range(2))
+    own = torch.full_like(right, torch.inf)
+
+    def done() -> None:
+        for grad in grads:
+            assert grad[:, last[1], last[0]].isnan().all() and grad[:, free[1], free[0]].isfinite().all()
+        own.copy_(right)
+
+    home.finish(own, done, *grads)
+    for grad, wanted in zip(grads, unpack(expected, width), strict=True):
+        torch.testing.assert_close(grad, wanted)
 
 
 @pytest.mark.parametrize("needs_sms", [False, True])
@@ -202,7 +233,7 @@ def test_when_kernels_are_given(
 
             return wait if "kernels" in self.use else super().done()
 
-    for module in (ring, transport):
+    for module in (ring, homeward):
         monkeypatch.setattr(module, "Beside", Named)
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
