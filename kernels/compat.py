@@ -88,6 +88,7 @@ class Compiled:
     warpgroup: bool  # Hopper's warpgroup products
     log: str  # what the assembler said
     ptx: str  # nothing on AMD
+    sass: str = ""  # of warp-specialised kernels
 
 
 def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
@@ -109,12 +110,15 @@ def compile_ahead(launch: "Launch", chip_name: str) -> Compiled:
         file.write(kernel.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+
+        def dump(what: str) -> str:
+            return subprocess.run([tool, f"--dump-{what}", file.name], capture_output=True, text=True, check=True).stdout
+
+        usage, ptx = dump("resource-usage"), kernel.asm["ptx"]
+        log, sass = (_assemble(ptx), dump("sass")) if "setmaxnreg" in ptx else ("", "")
     number = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
     spills = number["STACK"] + number["LOCAL"]
-    ptx = kernel.asm["ptx"]
-    log = _assemble(ptx) if "setmaxnreg" in ptx else ""
-    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in ptx, log, ptx)
+    return Compiled(kernel.metadata.shared, number["REG"], spills, "wgmma" in ptx, log, ptx, sass)
 
 
 def _assemble(ptx: str) -> str:

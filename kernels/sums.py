@@ -14,8 +14,9 @@ from .triton_common import ANY_SIZE, head_offset, is_aligned, load_tile, store_t
 BLOCK_M = 32
 NAMES = ("one", "two", "three")
 MOST = len(NAMES)
+ENDS = ("row", "row_end", "head", "head_end")
 # Where a summand begins and ends. (In a tuple Triton would tell such numbers apart, and compile the kernel again.)
-BORDERS = [f"{name}_{border}" for name in NAMES for border in ("row", "end", "head", "last")]
+BORDERS = [f"{name}_{end}" for name in NAMES for end in ENDS]
 
 
 class Summand(NamedTuple):
@@ -33,9 +34,10 @@ class Summand(NamedTuple):
 
 @triton.jit
 def columns_of(summand, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    x, strides, begin, end, first, last = summand
-    there = (row >= begin) & (row < end) & (h >= first) & (h <= last)
-    return load_tile(x + column + head_offset(b, h - first, strides), row - begin, strides, there, WIDTH, BLOCK)
+    x, strides, first_row, row_end, first_head, head_end = summand
+    there = (row >= first_row) & (row < row_end) & (h >= first_head) & (h < head_end)
+    x += column + head_offset(b, h - first_head, strides)
+    return load_tile(x, row - first_row, strides, there, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -51,16 +53,17 @@ def sum_of(one, two, three, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit(do_not_specialize=(*ANY_SIZE["do_not_specialize"], *BORDERS))
 def sum_and_cast(
     one, two, three, dk, dv, one_strides, two_strides, three_strides, dk_strides, dv_strides, rows, num_heads,
-    one_row, one_end, one_head, one_last, two_row, two_end, two_head, two_last, three_row, three_end, three_head, three_last,
+    one_row, one_row_end, one_head, one_head_end, two_row, two_row_end, two_head, two_head_end,
+    three_row, three_row_end, three_head, three_head_end,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one head."""
     head, tile = tl.program_id(0) // tl.cdiv(rows, BLOCK_M), tl.program_id(0) % tl.cdiv(rows, BLOCK_M)
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    one = (one, one_strides, one_row, one_end, one_head, one_last)
-    two = (two, two_strides, two_row, two_end, two_head, two_last)
-    three = (three, three_strides, three_row, three_end, three_head, three_last)
+    one = (one, one_strides, one_row, one_row_end, one_head, one_head_end)
+    two = (two, two_strides, two_row, two_row_end, two_head, two_head_end)
+    three = (three, three_strides, three_row, three_row_end, three_head, three_head_end)
     value = sum_of(one, two, three, b, h, row, 0, D, BLOCK_D)
     store_tile(dk + head_offset(b, h, dk_strides), value, row, dk_strides, row < rows, D, BLOCK_D, False)
     value = sum_of(one, two, three, b, h, row, D, DV, BLOCK_DV)
@@ -70,20 +73,24 @@ def sum_and_cast(
 def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto") -> None:
     """dk and dv (B, rows, heads, D) become the sums of up to three, in this order; zeros where there is none.
 
-    They may be the columns of one that has all rows and heads.
+    They may be the columns of the first, if that has all rows and heads. Of such a first one nothing is left in any case.
     """
-    assert 0 < len(summands) <= MOST, len(summands)
-    dtype = summands[0].of.dtype
-    readable = dk.shape[3] % 8 == 0 and all(map(is_aligned, (*(its.of for its in summands), dk, dv)))
-    if readable and dk.is_cuda and dtype == torch.float32 and backend not in ("reference", "chunked"):
+    first = summands[0]
+    _, rows, heads, width = dk.shape
+    assert len(summands) <= MOST and all(its.of.dtype == first.of.dtype for its in summands)
+    assert all(r.stop <= rows and h.stop <= heads for r, h in (its.place for its in summands)), "they do not belong there"
+    readable = width % 8 == 0 and all(map(is_aligned, (*(its.of for its in summands), dk, dv)))
+    if readable and dk.is_cuda and first.of.dtype == torch.float32 and backend not in ("reference", "chunked"):
         launch(summands, dk, dv)()
         return
-    size = dk.shape[1], dk.shape[0], dk.shape[2], dk.shape[3] + dv.shape[3]
-    whole = torch.zeros(size, dtype=dtype, device=dk.device)
+    if first.place == (slice(0, rows), slice(0, heads)):
+        whole, summands = first.of, summands[1:]
+    else:
+        whole = first.of.new_zeros(rows, dk.shape[0], heads, width + dv.shape[3])
     for its in summands:
-        rows, heads = its.place
-        whole[rows, :, heads] += its.of
-    for grad, x in zip((dk, dv), whole.transpose(0, 1).split((dk.shape[3], dv.shape[3]), 3), strict=True):
+        at_rows, at_heads = its.place
+        whole[at_rows, :, at_heads] += its.of
+    for grad, x in zip((dk, dv), whole.transpose(0, 1).split((width, dv.shape[3]), 3), strict=True):
         grad.copy_(x)
 
 
@@ -93,8 +100,7 @@ def launch(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> Launch:
     for name, its in zip(NAMES, summands, strict=False):
         rows, heads = its.place
         tensors[name] = its.of
-        numbers = rows.start, rows.stop, heads.start, heads.stop - 1
-        borders |= {f"{name}_{border}": n for border, n in zip(("row", "end", "head", "last"), numbers, strict=True)}
+        borders |= {f"{name}_{end}": n for end, n in zip(ENDS, (rows.start, rows.stop, heads.start, heads.stop), strict=True)}
     return Launch(sum_and_cast, _arguments, tensors, borders)
 
 

@@ -2,7 +2,8 @@
 
 Kernels take their long lists as tuples; an element that is None costs nothing, it is not there when the kernel compiles.
 
-    at    = (start0, step0, count0, start1, step1, count1)       one or two ascending segments, so rows ascend in position
+    at    = (start0, step0, count0, start1, step1, count1, start1 - count0 * step1)
+            one or two ascending segments, so rows ascend in position
     mask  = (left, right, starts, ends, length, prefix, stride of documents, stride of prefix from one sequence to the next)
     drop  = (seed, stride of seed, 1 - rate, limit, head_start)
     *_strides = of batch, row and head; columns are consecutive
@@ -36,7 +37,7 @@ def position(row, at):
     """Global position of a local row; rows behind the end go on ascending."""
     p = at[0] + row * at[1]
     if at[3] is not None:
-        p = tl.where(row < at[2], p, at[3] + (row - at[2]) * at[4])
+        p = tl.where(row < at[2], p, at[6] + row * at[4])
     return p
 
 
@@ -228,8 +229,14 @@ def shared_out(owner: str, block: str, tiles: Tiles, given: dict[str, Any]) -> A
 
 
 def at_argument(segments: Segments) -> tuple[int | None, ...]:
+    """Start, step and count of one or two segments, and where the second would start if it had all rows: a kernel that works
+    this out holds it, and Hopper's backward has no register left for it. It may be far outside of 32 bits if steps differ, as
+    may its product with a row, which is taken from it: so both wrap, and the difference is right."""
     assert 1 <= len(segments) <= 2
-    return (*segments[0], *(segments[1] if len(segments) == 2 else (None, None, None)))
+    if len(segments) == 1:
+        return (*segments[0], None, None, None, None)
+    (*first, count), (start, step, rest) = segments
+    return (*first, count, start, step, rest, (start - count * step + 2**31) % 2**32 - 2**31)
 
 
 def mask_argument(bounds: Bounds) -> tuple[int | Tensor | None, ...]:

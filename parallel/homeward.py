@@ -11,10 +11,11 @@ from .beside import Beside, Transfer
 from .mover import Mover, slots
 from .packed import unpack
 from .plan import Piece
-from .runs import around, place, within
+from .runs import around, length, place, within
 from .transport import moved
 
 Region = tuple[slice, slice]  # KV heads and rows
+Arrived = list[tuple[slice, Tensor]]  # rows of mine, and what is to be added to them
 
 
 class Arrival(NamedTuple):
@@ -30,8 +31,8 @@ class Arrival(NamedTuple):
 class Homeward:
     """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
 
-    Of `mine` one region holds what a kernel made of the own block, and the other one nothing yet: its part in the own block
-    comes last.
+    Of `mine` the free region holds what a kernel made of the own block, and zeros for padding; the last region holds nothing,
+    for its part in the own block comes last.
 
     Sums are made on a stream beside the kernels', so that none stands between two of these. They do not come first: behind
     the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
@@ -83,7 +84,7 @@ class Homeward:
             if self.coming is not None:
                 arrived = self._arrived(self.coming)
                 for region in (self.free, self.last):
-                    self._add(region, self._belonging(region, arrived))
+                    self._add(region, self._belonging(region, self.coming.heads, arrived))
         self.summed, self.held = self.sums.done(), self.coming
         pieces = self.mover.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
@@ -101,10 +102,9 @@ class Homeward:
         assert self.coming is not None, "a ring of several steps sends something in each"
         with self.sums.run():
             arrived = self._arrived(self.coming)
-            others = self._summands(self.last, arrived, MOST - 1)
+            others = self._summands(self.last, self.coming.heads, arrived, MOST - 1)
             added = self.sums.done()
-            if self.free[1].stop:  # there is such a region
-                self._hand_on(self.free, self._summands(self.free, arrived, MOST), dk, dv)
+            self._hand_on(self.free, self._summands(self.free, self.coming.heads, arrived, MOST), dk, dv)
         added()
         done()
         self._hand_on(self.last, [*others, Summand(own)], dk, dv)
@@ -115,10 +115,10 @@ class Homeward:
         if rows.start < rows.stop:
             sum_gradients(summands, dk[:, rows, heads], dv[:, rows, heads], self.backend)
 
-    def _summands(self, region: Region, arrived: list[tuple[slice, Tensor]], most: int) -> list[Summand]:
+    def _summands(self, region: Region, of: slice, arrived: Arrived, most: int) -> list[Summand]:
         """What is to be added up for a region: mine, if there is something already, and what arrived as the last."""
         heads, rows = region
-        came = self._belonging(region, arrived)
+        came = self._belonging(region, of, arrived)
         if len(came) + (self._begun(region) > heads.start) > most:
             self._add(region, came[: 1 - most])
             came = came[1 - most :]
@@ -138,18 +138,17 @@ class Homeward:
             new = of.stop > self._begun(region)
             count = MOST if new else MOST - 1
             now, came = came[:count], came[count:]
-            at = within(rows, rows) if new else around([its.place[0] for its in now])
+            at = slice(0, length(rows)) if new else around([its.place[0] for its in now])
             target = self.mine[rows.start + at.start : rows.start + at.stop, :, of]
             summands = [Summand(its.of, its.row - at.start, its.head - here.start) for its in now]
             sum_gradients(summands if new else [Summand(target), *summands], *unpack(target, self.width), self.backend)
             if new:
                 self.begun = of.stop
 
-    def _belonging(self, region: Region, arrived: list[tuple[slice, Tensor]]) -> list[Summand]:
-        """Of what arrived what belongs there."""
-        assert self.coming is not None
+    def _belonging(self, region: Region, of: slice, arrived: Arrived) -> list[Summand]:
+        """Of what arrived for some heads what belongs there."""
         all_heads, all_rows = region
-        heads, came = _meet(self.coming.heads, all_heads), _within(self.coming.heads, all_heads)
+        heads, came = _meet(of, all_heads), _within(of, all_heads)
         found = []
         for rows, more in arrived:
             its = within(_meet(rows, all_rows), all_rows)
@@ -157,7 +156,7 @@ class Homeward:
                 found.append(Summand(more[_within(rows, all_rows), :, came], its.start, heads.start - all_heads.start))
         return found
 
-    def _arrived(self, arrival: Arrival) -> list[tuple[slice, Tensor]]:
+    def _arrived(self, arrival: Arrival) -> Arrived:
         """Rows of mine, and what is to be added to them."""
         arrival.transfer()
         moved["dkv"] += len(arrival.pieces)

@@ -5,7 +5,7 @@
 
 Nothing is merged afterwards: out, lse, dq, dk and dv stay in fp32 (fp64 for fp64) until the last block, so the result is the
 one a single device computes, on any number of ranks. While a block is used the next one travels, and the gradients of the one
-before go home, to their owner (`transport`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where
+before go home, to their owner (`homeward`). The plan (`plan`) says which rows of whom a step needs; each kernel is told where
 its rows stand.
 
 Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own
@@ -169,7 +169,7 @@ def ring_backward(
 
     free, last = halves(own_sums.shape[2], keys_shared, rows_shared)
     if rows_shared > keys_shared:
-        own_sums[keys_shared:] = 0  # padding, for which there is no kernel
+        own_sums[keys_shared:, :, free[0]] = 0  # padding, for which there is no kernel
     parts, priority = num_parts(mover.plan, k, v), -1 if together else 0
     home = Homeward(mover, own_sums, shared, free, last, parts, width, options["backend"], priority)
     for index, step, k_block, v_block in travel(mover, k, v):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from . import compat as versions
-from .ahead import CONFIGURATIONS, GLUON, MAY_SPILL, NAMED, ON_HOPPER, SPILL_MORE, goes_ahead, wrong
+from .ahead import CONFIGURATIONS, GLUON, MAY_SPILL, NAMED, ON_HOPPER, RELOADS_NOTHING, SPILL_MORE, goes_ahead, reloads, wrong
 
 SHARES = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # about as long each
 
@@ -37,7 +37,7 @@ def test_fits_the_chip(name: str, compiled: dict[str, dict]) -> None:
     assert not wrong(name, compiled[name]), compiled[name]
 
 
-GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "ahead": ""}
+GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "ahead": "", "reloads": 0}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,20 @@ GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log":
 def test_what_is_wrong_is_said(change: dict, says: str) -> None:
     found = wrong("hopper/d64-causal/attention_forward", GOOD | change)
     assert says in found and bool(found) == bool(change)
+
+
+def test_reads_of_spilled_registers_in_a_loop_are_found() -> None:
+    """By versions that have had none; of a loop around loops only what is in these counts."""
+    assert {*RELOADS_NOTHING} <= {*NAMED}
+    for version, found in (("3.6.0", True), ("3.7.1", True), ("3.8.0", False)):
+        assert bool(wrong("hopper/d128-sums/attention_backward", GOOD | dict(reloads=1), version)) == found
+    text = "0010 LDL R1, [R1]|0020 HGMMA R2|0030 {}|0040 @P0 BRA 0x20|0050 LDL R1, [R1]|0060 @!P1 BRA 0x10|0070 BRA 0x30"
+    for inside, count in (("IADD3 R1", 0), ("LDL.LU R9, [R1+0x4]", 1), ("@P1 LDL R9, [R1]", 1)):
+        lines = (line.split(" ", 1) for line in text.format(inside).split("|"))
+        assert reloads("".join(f"        /*{at}*/    {what} ;\n" for at, what in lines)) == count
+    assert reloads("        /*0010*/    EXIT ;\n") == 0
+    with pytest.raises(ValueError, match="no loop"):
+        reloads("        /*0010*/    HGMMA R2 ;\n")
 
 
 READS = "\tld.shared.b32 %r1, [%r2];"

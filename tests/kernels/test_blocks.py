@@ -151,6 +151,22 @@ def test_segments_are_rows_of_the_whole(name: str, shard: str, backend: str, dty
         assert (result[:, -5:] == 0).all()
 
 
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("at", [[(0, 1, 93), (100, 2**27, 3)], [(0, 2**22, 93), (2**28 + 2**27, 1, 3)]], ids=["far", "near"])
+def test_segments_of_different_steps(at: list, backend: str, dtype: torch.dtype, device: str) -> None:
+    """The product of one's step and the other's count does not fit into 32 bits."""
+    q, k, v, dout = inputs(dtype, device)
+    results = []
+    for its, x in ((backend, dtype), ("chunked", torch.float64)):
+        given = [tensor.to(x) for tensor in (q, k, v, dout)]
+        out, lse = block_forward(*given[:3], Mask(causal=True), at, at, backend=its)
+        delta, grads = output_delta(given[3], out), sums(*given[:3])
+        block_backward(given[3], *given[:3], lse, delta, Mask(causal=True), at, at, *grads, backend=its)
+        results.append((out, lse, *grads))
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted.to(got.dtype), dtype, 1e-5)
+
+
 def dense_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
