@@ -71,9 +71,9 @@ def sum_and_cast(
 
 
 def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto") -> None:
-    """dk and dv (B, rows, heads, D) become the sums of up to three, in this order; zeros where there is none.
+    """dk and dv (B, rows, heads, D) become the sums of up to three; zeros where there is none.
 
-    They may be the columns of the first, if that has all rows and heads. Of such a first one nothing is left in any case.
+    They may be the columns of the first, if that has all rows and heads. What one that has them all held is lost in any case.
     """
     first = summands[0]
     _, rows, heads, width = dk.shape
@@ -83,13 +83,13 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
     if readable and dk.is_cuda and first.of.dtype == torch.float32 and backend not in ("reference", "chunked"):
         launch(summands, dk, dv)()
         return
-    if first.place == (slice(0, rows), slice(0, heads)):
-        whole, summands = first.of, summands[1:]
-    else:
-        whole = first.of.new_zeros(rows, dk.shape[0], heads, width + dv.shape[3])
+    everywhere = slice(0, rows), slice(0, heads)
+    base = next((its for its in summands if its.place == everywhere), None)
+    whole = first.of.new_zeros(rows, dk.shape[0], heads, width + dv.shape[3]) if base is None else base.of
     for its in summands:
-        at_rows, at_heads = its.place
-        whole[at_rows, :, at_heads] += its.of
+        if its is not base:
+            at_rows, at_heads = its.place
+            whole[at_rows, :, at_heads] += its.of
     for grad, x in zip((dk, dv), whole.transpose(0, 1).split((width, dv.shape[3]), 3), strict=True):
         grad.copy_(x)
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
 from kernels.reference import accumulation_dtype
-from parallel import pull, ring, transport
+from parallel import homeward, pull, ring
 
 Stream = tuple[int, str]  # a rank's
 
@@ -177,7 +177,7 @@ def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
         machine.give(read)
         machine.give(write)
 
-    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (pull, ring, transport)]
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (homeward, pull, ring)]
     fakes += [(ring, "adds_in_memory", lambda *_, **__: in_memory)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
     fakes += [(ring, "block_backward", backward), (pull, "settle", lambda device: None)]
