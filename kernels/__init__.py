@@ -4,8 +4,7 @@
 
 `mask` says who sees whom, `reference` what attention is, `chunked` and `triton_*` how it is computed, `attention` is the one
 operator over them, and `blocks` is the same cut into blocks of keys, which is what a ring passes round; `block` says what
-one is to a backend. `sums` is how a ring's backward adds up what
-comes home.
+one is to a backend. `sums` adds up what comes home in a ring's backward.
 """
 
 from .attention import attention

@@ -13,7 +13,7 @@ from .triton_common import ANY_SIZE, head_offset, is_aligned, load_tile, store_t
 
 BLOCK_M = 32
 NAMES = ("one", "two", "three")
-MOST = len(NAMES)
+MOST_SUMMANDS = len(NAMES)
 ENDS = ("row", "row_end", "head", "head_end")
 # Where a summand begins and ends. (In a tuple Triton would tell such numbers apart, and compile the kernel again.)
 BORDERS = [f"{name}_{end}" for name in NAMES for end in ENDS]
@@ -73,11 +73,11 @@ def sum_and_cast(
 def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto") -> None:
     """dk and dv (B, rows, heads, D) become the sums of up to three; zeros where there is none.
 
-    They may be the columns of the first, if that has all rows and heads. What one that has them all held is lost in any case.
+    They may be the columns of the first, if that has all rows and heads. Where a summand has them all, it may be overwritten.
     """
     first = summands[0]
     _, rows, heads, width = dk.shape
-    assert len(summands) <= MOST and all(its.of.dtype == first.of.dtype for its in summands)
+    assert len(summands) <= MOST_SUMMANDS and all(its.of.dtype == first.of.dtype for its in summands)
     assert all(r.stop <= rows and h.stop <= heads for r, h in (its.place for its in summands)), "they do not belong there"
     readable = width % 8 == 0 and all(map(is_aligned, (*(its.of for its in summands), dk, dv)))
     if readable and dk.is_cuda and first.of.dtype == torch.float32 and backend not in ("reference", "chunked"):

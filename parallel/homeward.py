@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels import Summand, sum_gradients
-from kernels.sums import MOST
+from kernels.sums import MOST_SUMMANDS
 
 from .beside import Beside, Transfer
 from .mover import Mover, slots
@@ -102,9 +102,9 @@ class Homeward:
         assert self.coming is not None, "a ring of several steps sends something in each"
         with self.sums.run():
             arrived = self._arrived(self.coming)
-            others = self._summands(self.last, self.coming.heads, arrived, MOST - 1)
+            others = self._summands(self.last, self.coming.heads, arrived, MOST_SUMMANDS - 1)
             added = self.sums.done()
-            self._hand_on(self.free, self._summands(self.free, self.coming.heads, arrived, MOST), dk, dv)
+            self._hand_on(self.free, self._summands(self.free, self.coming.heads, arrived, MOST_SUMMANDS), dk, dv)
         added()
         done()
         self._hand_on(self.last, [*others, Summand(own)], dk, dv)
@@ -136,7 +136,7 @@ class Homeward:
             here = came[0].place[1]
             of = slice(heads.start + here.start, heads.start + here.stop)
             new = of.stop > self._begun(region)
-            count = MOST if new else MOST - 1
+            count = MOST_SUMMANDS if new else MOST_SUMMANDS - 1
             now, came = came[:count], came[count:]
             at = slice(0, length(rows)) if new else around([its.place[0] for its in now])
             target = self.mine[rows.start + at.start : rows.start + at.stop, :, of]

@@ -45,9 +45,8 @@ EVERYWHERE = ("d128-causal", "d64-causal")
 # portable kernels are the same without a mask, in order and with sums for results, and with documents d128-ring's
 ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered")
 ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
-# in Gluon without a mask and a carry only the forward is another kernel, and in order only the backward
-GLUON_BOTH = ("d64-causal", "d128-causal", "d256-causal", "d192-128", "d128-ring", "d128-block", "d128-sums", "d128-softcap")
-GLUON_BOTH += ("d128-docs",)
+# Gluon has no fp32 and no dropout; without a mask and a carry only the forward is another kernel, in order only the backward
+GLUON_BOTH = tuple(name for name in CONFIGURATIONS if name not in ("d128-fp32", "d128-full", "d128-ordered", "d128-dropout"))
 GLUON_FORWARD = (*GLUON_BOTH, "d128-full")
 GLUON_BACKWARD = (*GLUON_BOTH, "d128-ordered")
 GLUON = (*GLUON_BOTH, "d128-full", "d128-ordered")
