@@ -1,7 +1,7 @@
 """How fast the ring is, as a share of its own kernel alone, beside every other way to span these ranks.
 
     torchrun --nproc-per-node=4 -m parallel.bench --save
-    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-pull,ulysses
+    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-copy,ulysses
     torchrun --nproc-per-node=4 -m parallel.bench --tokens 128k --cycles                 # and clock cycles, as shares too
     torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k --trace ring.png
 
@@ -35,7 +35,7 @@ from kernels.plots import pyplot
 from .layout import KINDS
 from .mesh import Mesh
 from .peers import Contestant, Place, Setting, contestants, forward_and_backward, sampled_error
-from .transport import PULLED
+from .transport import COPIED
 from .turns import Turn, speeds, take_turn
 
 Row = dict[str, Any]
@@ -90,8 +90,8 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
         if cuda:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
-            if name.endswith(PULLED):
-                from .pull import pooled_bytes
+            if name.endswith(COPIED):
+                from .engines import pooled_bytes
 
                 peak += pooled_bytes()
             row["peak_gib"] = peak / 2**30

@@ -10,7 +10,7 @@ from . import progress
 from .beside import Transfer
 from .groups import Pair
 from .mover import Mover, slots
-from .packed import Rows, by_rows
+from .packed import Rows
 from .plan import Piece, Plan
 
 
@@ -18,10 +18,6 @@ class Messages(Mover):
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         self.pair, self.device = pair, device
-        self.published: Rows = ()
-
-    def publish(self, k: Tensor, v: Tensor) -> None:
-        self.published = tuple(by_rows(x).contiguous() for x in (k, v))  # a copy only of what is not in rows already
 
     def fetch(self, index: int, into: Rows) -> Transfer:
         gives, takes = self.plan.gives[index], self.plan.steps[index].pieces

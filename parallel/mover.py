@@ -1,11 +1,11 @@
-"""What every transport can do: show this rank's K/V, fetch a step's, and take gradients to whose rows they are of."""
+"""What every transport can do: offer this rank's K/V, fetch a step's, and take gradients to whose rows they are of."""
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor
 
 from .beside import Transfer
-from .packed import Rows, new_rows
+from .packed import Rows, by_rows, new_rows
 from .plan import Piece, Plan
 
 
@@ -16,13 +16,14 @@ class Mover(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.published: Rows = ()
 
-    @abstractmethod
     def publish(self, k: Tensor, v: Tensor) -> None:
-        """Shows this rank's K/V to the others."""
+        """Makes this rank's K/V ready for the others: a copy only of what is not in rows already."""
+        self.published = tuple(by_rows(x).contiguous() for x in (k, v))
 
-    def room(self, rows: int, k: Tensor, v: Tensor) -> Rows:
-        """Memory that a step's K/V come into."""
+    def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
+        """Memory that a step's K/V come into: `which` is one and the other of two in turn, from 0 on."""
         return new_rows(rows, k, v)
 
     @abstractmethod
@@ -41,9 +42,6 @@ class Mover(ABC):
 
 class Alone(Mover):
     """A ring of one rank: nobody takes anything, and nothing comes."""
-
-    def publish(self, k: Tensor, v: Tensor) -> None:
-        pass
 
     def fetch(self, index: int, into: Rows) -> Transfer:
         return lambda: None

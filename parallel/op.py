@@ -27,7 +27,7 @@ from .layout import Layout
 from .mover import Alone, Mover
 from .plan import make_plan
 from .ring import ring_backward, ring_forward
-from .transport import PULLED, TRANSPORTS, blocks_per_step, bytes_of_gradients, choose_transport, make_mover
+from .transport import COPIED, TRANSPORTS, blocks_per_step, bytes_of_gradients, choose_transport, make_mover
 
 
 def ring_attention(
@@ -181,10 +181,10 @@ class Call:
             blocks = blocks_per_step(moves_by, layout, n.known_right == 0, gradients, k.shape[2], backward)
             plan = make_plan(layout, known, n.rank, blocks)
             self.mover = make_mover(moves_by, pair, plan, q.device)
-            self.pair, self.pulls = pair, moves_by in PULLED
+            self.pair, self.by_engines = pair, moves_by in COPIED
         else:
             self.mover = Alone(make_plan(layout, known, n.rank))
-            self.pair, self.pulls = None, False
+            self.pair, self.by_engines = None, False
 
     def __enter__(self) -> "Call":
         return self
@@ -194,7 +194,7 @@ class Call:
         if error is not None:
             wait_for_all(self.device)  # what is still on its way into this call's memory, or adds up there
         elif self.pair is not None and self.device.type == "cuda":
-            progress.expect(self.pair.others, self.pair.seconds, end=self.pulls)
+            progress.expect(self.pair.others, self.pair.seconds, end=self.by_engines)
 
 
 @differentiable("ring_forward", lambda: backward_op)

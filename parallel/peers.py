@@ -23,7 +23,7 @@ from kernels.peers import Shape
 from .context import context_attention
 from .layout import KINDS
 from .mesh import Mesh
-from .transport import PULLED, TRANSPORTS
+from .transport import COPIED, TRANSPORTS
 from .ulysses import check_heads, repeat_heads, to_heads, to_tokens
 
 
@@ -197,7 +197,7 @@ def contestants() -> dict[str, Contestant]:
     table: dict[str, Contestant] = {"alone": Contestant("one rank alone", _alone, True, anywhere)}
     for kind in KINDS:
         for transport in TRANSPORTS:
-            where: tuple[str, ...] = () if transport == "auto" else gpus if transport in PULLED else anywhere
+            where: tuple[str, ...] = () if transport == "auto" else gpus if transport in COPIED else anywhere
             label = f"Ringspan ring, {kind}, {transport}"
             table[f"ring-{kind}-{transport}"] = Contestant(label, _ring(kind, transport), True, where)
     table["ulysses"] = Contestant("Ringspan Ulysses", _ulysses, True, anywhere)

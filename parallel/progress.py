@@ -5,7 +5,7 @@
 
 On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
 waits on the host: a thread watches an event behind each op and each awaited signal, and prints the words when nothing has moved
-for that long. Then NCCL's own watchdog ends the process; where ranks pull nobody else watches, and the thread ends it.
+for that long. Then NCCL's own watchdog ends the process; copy engines are watched by nobody else, and the thread ends it.
 """
 
 import os

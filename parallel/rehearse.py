@@ -5,7 +5,7 @@
 
 A ring loses what its kernels, sums and launches take beyond one kernel alone, and what transfers and other ranks make it wait.
 This is the first part, of any rank of any number of ranks, where only one GPU is at hand: the loops of `ring.py` in the steps
-of a pull, with a mover that moves nothing. Keys are random, and what comes in for gradients is whatever was there, so only time
+of `copy`, with a mover that moves nothing. Keys are random, and what comes in for gradients is whatever was there, so only time
 means something. "Alone" is a ring of one rank whose causal call costs as much. A ring is as fast as its slowest rank.
 """
 
@@ -54,9 +54,9 @@ class There(Mover):
     def publish(self, k: Tensor, v: Tensor) -> None:
         self.turn = 0  # each call asks for the same rooms again
 
-    def room(self, rows: int, k: Tensor, v: Tensor) -> Rows:
+    def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         if self.turn == len(self.rooms):
-            self.rooms.append(tuple(torch.randn_like(x) for x in super().room(rows, k, v)))
+            self.rooms.append(tuple(torch.randn_like(x) for x in super().room(which, rows, k, v)))
         self.turn += 1
         return self.rooms[self.turn - 1]
 
@@ -97,7 +97,7 @@ def mover_of(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backwa
     if layout.ranks == 1:
         return Alone(make_plan(layout, mask, rank))
     nbytes = bytes_of_gradients(k.shape[1], k, v)
-    return There(make_plan(layout, mask, rank, blocks_per_step("pull", layout, True, nbytes, k.shape[2], backward)))
+    return There(make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, nbytes, k.shape[2], backward)))
 
 
 def measure(

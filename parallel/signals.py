@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 # What a signal counts: how often a rank has …
-SHOWN, READ, GIVEN, TAKEN = range(4)  # shown K/V, read all it wants of them; given gradients, taken those for its rows
+FREE, BROUGHT, GIVEN, TAKEN = range(4)  # had a place free for K/V, brought its own; given gradients, taken those for its rows
 WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
 NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
 

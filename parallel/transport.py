@@ -1,4 +1,4 @@
-"""How a block moves: by messages between two ranks, or pulled by copy engines out of the owner's memory.
+"""How a block moves: by messages between two ranks, or by copy engines, through memory that ranks show each other.
 
 The ring tells a mover what its plan says, and the mover knows how:
 
@@ -6,9 +6,9 @@ The ring tells a mover what its plan says, and the mover knows how:
     mover.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
 
 - `p2p`: one grouped call a step, straight from each owner.
-- `pull`: each rank shows its K/V in symmetric memory, and copy engines take the rows that are used. One host only. A step takes
+- `copy`: each rank shows symmetric memory, and copy engines bring there the rows that are used. One host only. A step takes
   several blocks where it can (`blocks_per_step`).
-- `all_gather`, `pull_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
+- `all_gather`, `copy_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
   for short shards, at the price of memory for all the rows, and of transfers that only the own block hides.
 
 dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
@@ -37,18 +37,18 @@ from .mover import Mover
 from .packed import by_rows
 from .plan import Plan, Step
 
-TRANSPORTS = ("auto", "p2p", "all_gather", "pull", "pull_all")
-AT_ONCE = ("all_gather", "pull_all")  # one step for all other ranks
-PULLED = ("pull", "pull_all")
+TRANSPORTS = ("auto", "p2p", "all_gather", "copy", "copy_all")
+AT_ONCE = ("all_gather", "copy_all")  # one step for all other ranks
+COPIED = ("copy", "copy_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
 # and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
-# parallel.bench have it ahead. On one host pull is, for a forward and its backward, from 8k to 32k tokens a GPU, with and
-# without GQA (docs/results/ring-2*-h100.json).
+# parallel.bench have it ahead. On one host copy engines are, for a forward and its backward, from 8k to 32k tokens a GPU, with
+# and without GQA (docs/results/ring-2*-h100.json).
 AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
-    "one host": ((None, "pull", "pull"),),
+    "one host": ((None, "copy", "copy"),),
     "many hosts": ((None, "p2p", "p2p"),),
-    "AMD": ((None, "p2p", "p2p"),),  # where nothing can pull
+    "AMD": ((None, "p2p", "p2p"),),  # where nobody has tried copy engines
 }
 # A step's dK/dV above this travel in up to four parts; of shards up to so many rows only above twice as much, as their kernels
 # are so short that more of them are felt.
@@ -62,7 +62,7 @@ def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, b
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
     place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
     on_nvidia = place != "cpu" and not torch.version.hip
-    if name in PULLED and not (on_nvidia and pair.one_host):
+    if name in COPIED and not (on_nvidia and pair.one_host):
         needs = "needs all ranks on one host, and GPUs that reach each other's memory" if on_nvidia else "needs CUDA"
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
@@ -81,7 +81,7 @@ def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
 def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int, backward: bool) -> tuple[int, ...]:
     """How many others' blocks each step takes, if dK/dV of one are so many bytes and have so many heads.
 
-    Each step of a pull takes twice as many as the one before, whose kernel their transfer is beside: 1, 2, 4, … So there are
+    Each step of `copy` takes twice as many as the one before, whose kernel their transfer is beside: 1, 2, 4, … So there are
     fewer kernels, of which each has a last wave, and the host has less to give, which is late where blocks are short. In the
     backward it is the other way round, as gradients go home behind what follows. No more than travel in as many parts as one.
     """
@@ -89,7 +89,7 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
     if transport in AT_ONCE:
         return (others,)
     one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
-    if transport not in PULLED or not one_kernel:
+    if transport not in COPIED or not one_kernel:
         return (1,) * others
     most = max(1, PART_BYTES * _parts(nbytes, heads, layout.local_length) // max(1, nbytes))
     left, blocks = others, list[int]()
@@ -100,10 +100,10 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
-    if transport in PULLED:
-        from .pull import Pull  # only there where CUDA is
+    if transport in COPIED:
+        from .engines import Engines  # only there where CUDA is
 
-        return Pull(pair, plan, device)
+        return Engines(pair, plan, device)
     return Messages(pair, plan, device)
 
 
@@ -123,14 +123,14 @@ def _parts(nbytes: int, heads: int, rows: int) -> int:
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-    """Shows this rank's K/V to the others, then each step with its keys and values. What the next needs travels meanwhile."""
+    """Offers this rank's K/V to the others, then each step with its keys and values. What the next needs travels meanwhile."""
     steps = mover.plan.steps
     own = steps[0].pieces[0].rows
     block = k[:, own], v[:, own]
     if len(steps) > 1:
         mover.publish(k, v)
         most = max(step.num_keys for step in steps[1:])
-        buffers = [mover.room(most, k, v) for _ in range(min(2, len(steps) - 1))]
+        buffers = [mover.room(which, most, k, v) for which in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
         if index + 1 == len(steps):
             yield index, step, *block

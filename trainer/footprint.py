@@ -93,7 +93,7 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
     doubling = config.parallel.layout != "striped"  # the layouts whose steps may take several blocks
     of_ring = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
-    if ring > 1 and gpu:  # pulled, as on one host
+    if ring > 1 and gpu:  # by copy engines, as on one host
         always["K, V and gradients shown to other ranks"] = shown(*of_ring, doubling)
 
     base = list(always)
@@ -159,41 +159,46 @@ def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str
 
 
 def on_their_way(
-    batch: int, rows: int, heads: int, width: int, ring: int, b: int, pulled: bool = False, doubling: bool = False
+    batch: int, rows: int, heads: int, width: int, ring: int, b: int, copied: bool = False, doubling: bool = False
 ) -> float:
     """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
 
     `rows` counts those of all sequences of the batch. Messages go straight out of one sequence's K/V; several are copied first.
-    Where blocks are pulled, what goes out is `shown` in memory that is always there.
+    Copy engines bring K/V to, and take gradients out of, memory that is always there, and `shown`.
     """
     numbers = rows * heads * width
-    largest, steps = _steps(ring, numbers, heads, rows // batch, pulled and doubling)
-    blocks = largest * min(2, steps) + (batch > 1 and not pulled)  # in use and coming in, and what others take
+    steps = _steps(ring, numbers, heads, rows // batch, copied and doubling)
+    blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # in use and coming in, and what others take
     parts = _parts(numbers, heads, rows // batch)
-    sent = parts * steps
-    sums = min(2, sent) if pulled else min(5, 2 * sent)  # of dK/dV in fp32: two parts that come in, and three that go out
+    # dK/dV in fp32: two parts that come in, by messages also three that go out
+    if not copied:
+        sums = min(5, 2 * parts * len(steps)) / parts
+    elif parts > 1:
+        sums = 2 * max(steps) / parts
+    else:
+        sums = sum(sorted(steps)[-2:])
     # half of the own block, apart from what others add to it; with messages only at the end
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    apart = half if pulled else 0
-    return blocks * b * numbers + (sums * largest / parts + apart) * 4 * numbers
+    apart = half if copied else 0
+    return blocks * b * numbers + (sums + apart) * 4 * numbers
 
 
 def shown(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
-    """A copy of K/V and two parts of dK/dV, in the memory that the GPUs of a host pull from."""
+    """Two steps' K/V and two parts of dK/dV, in the memory that the GPUs of a host show each other."""
     numbers = rows * heads * width
-    largest, steps = _steps(ring, numbers, heads, rows // batch, doubling)
+    steps = _steps(ring, numbers, heads, rows // batch, doubling)
     parts = _parts(numbers, heads, rows // batch)
-    return b * numbers + min(2, parts * steps) * 4 * largest * numbers / parts
+    return max(steps) * numbers * (min(2, len(steps)) * b + min(2, parts * len(steps)) * 4 / parts)
 
 
-def _steps(ring: int, numbers: int, heads: int, rows: int, doubling: bool) -> tuple[int, int]:
-    """How many blocks the largest step takes, and how many steps there are (parallel.transport.blocks_per_step)."""
+def _steps(ring: int, numbers: int, heads: int, rows: int, doubling: bool) -> list[int]:
+    """How many blocks each step takes (parallel.transport.blocks_per_step)."""
     most = max(1, PART_BYTES * _parts(numbers, heads, rows) // (4 * numbers)) if doubling else 1
-    largest, steps, left = 0, 0, ring - 1
+    steps, left = list[int](), ring - 1
     while left:
-        blocks = min(2**steps, left, most)
-        largest, steps, left = max(largest, blocks), steps + 1, left - blocks
-    return largest, steps
+        steps.append(min(2 ** len(steps), left, most))
+        left -= steps[-1]
+    return steps
 
 
 def _parts(numbers: int, heads: int, rows: int) -> int:

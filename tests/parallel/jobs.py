@@ -213,15 +213,15 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
     found = run()
     x, stats = q.nbytes, 4 * tokens * heads  # one tensor in bf16; lse or delta
     in_pools = 0
-    if transport == "pull":
-        from parallel.pull import pooled_bytes
+    if transport == "copy":
+        from parallel.engines import pooled_bytes
 
         in_pools = pooled_bytes()
     found = {name: value + in_pools for name, value in found.items()}
-    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V and the published one, and under
-    # pull the memory that dK/dV go out of, which is a quarter of two here
-    forward = 5 * x + 2 * x + stats + 6 * x + (2 * x if transport == "pull" else 0)
-    backward = 5 * x + 3 * x + 2 * x + 2 * 4 * x + 2 * stats + 6 * x
+    # q, k, v, dout, out; out in fp32 | dq, dk, dv; dq in fp32, two dK/dV; and always two K/V, and by copy engines the memory
+    # that dK/dV go out of, which is a quarter of two here
+    forward = 5 * x + 2 * x + stats + 4 * x + (2 * x if transport == "copy" else 0)
+    backward = 5 * x + 3 * x + 2 * x + 2 * 4 * x + 2 * stats + 4 * x
     return found, {"forward": forward, "backward": backward}
 
 
@@ -282,12 +282,12 @@ def over_hopper(job: Callable[[Case], Any], case: Case) -> Any:
         return job(case)
 
 
-def compare_pulling(case: Case) -> dict[str, float]:
+def compare_copying(case: Case) -> dict[str, float]:
     with installed():
         return compare(case)
 
 
-def pull_in_haste(case: Case) -> float:
+def copy_in_haste(case: Case) -> float:
     """Calls in a row with different inputs, where one rank is slow to read what the others would soon overwrite."""
     here = mesh(case.ring)
     layout, rank, worst = here.layout(case.kind, case.length), here.context_rank, 0.0
@@ -304,7 +304,7 @@ def pull_in_haste(case: Case) -> float:
     return worst
 
 
-def pull_after_an_error(case: Case) -> float:
+def copy_after_an_error(case: Case) -> float:
     """Calls that end with an error on every rank, a forward and a backward, and then others."""
     given, worst = inputs(case, 0), 0.0
 
@@ -416,7 +416,7 @@ def looked_at(given: dict[str, Any]) -> tuple[int, int]:
         x = torch.randn(1, layout.local_length, 2, 16, requires_grad=True)
         with installed():
             for _ in range(3):
-                x = ring_attention(x, x, x, mask, layout=layout, transport="pull")
+                x = ring_attention(x, x, x, mask, layout=layout, transport="copy")
             x.sum().backward()
     finally:
         for name, function in right.items():

@@ -1,6 +1,6 @@
-"""Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.pull`.
+"""Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.engines`.
 
-It shows what the pull transport reads from whom, from where and after which signal; streams only a GPU can show. Memory is
+It shows what copy engines bring to whom, from where and after which signal; streams only a GPU can show. Memory is
 filled with NaN, one rank may be slow to copy, and a wait for a signal waits here and now.
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import op, pull
+from parallel import engines, op
 
 _paths: dict[int, str] = {}
 slow_rank: int | None = None  # its copies come late
@@ -82,11 +82,11 @@ def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 def installed(slow: int | None = None) -> Iterator[None]:
     global slow_rank
     slow_rank = slow
-    saved = pull.symmetric_memory, pull.Signals, pull.copy, pull.settle, op.choose_transport
-    pull.symmetric_memory = __import__(__name__, fromlist=["empty"])
-    pull.Signals, pull.copy, pull.settle = Signals, copy, lambda device: None
+    saved = engines.symmetric_memory, engines.Signals, engines.copy, engines.settle, op.choose_transport
+    engines.symmetric_memory = __import__(__name__, fromlist=["empty"])
+    engines.Signals, engines.copy, engines.settle = Signals, copy, lambda device: None
     op.choose_transport = lambda name, *_: name
     try:
         yield
     finally:
-        pull.symmetric_memory, pull.Signals, pull.copy, pull.settle, op.choose_transport = saved
+        engines.symmetric_memory, engines.Signals, engines.copy, engines.settle, op.choose_transport = saved

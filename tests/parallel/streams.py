@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
 from kernels.reference import accumulation_dtype
-from parallel import homeward, pull, ring
+from parallel import engines, homeward, ring
 
 Stream = tuple[int, str]  # a rank's
 
@@ -87,7 +87,7 @@ def nans(count: int) -> Tensor:
 
 @contextmanager
 def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
-    """`parallel.pull`, the ring and what moves gradients home, given to the machine's streams.
+    """`parallel.engines`, the ring and what moves gradients home, given to the machine's streams.
 
     Kernels may leave additions to dq to the memory, and then several add to it at a time.
     """
@@ -177,15 +177,15 @@ def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
         machine.give(read)
         machine.give(write)
 
-    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (homeward, pull, ring)]
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (engines, homeward, ring)]
     fakes += [(ring, "adds_in_memory", lambda *_, **__: in_memory)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
-    fakes += [(ring, "block_backward", backward), (pull, "settle", lambda device: None)]
+    fakes += [(ring, "block_backward", backward), (engines, "settle", lambda device: None)]
     fakes += [
-        (pull, "Signals", Signals),
-        (pull, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
+        (engines, "Signals", Signals),
+        (engines, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
     ]
-    fakes += [(pull, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
+    fakes += [(engines, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
     saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
     for module, name, fake in fakes:
         setattr(module, name, fake)

@@ -19,7 +19,7 @@ from .pool import Failed, Pool
 from .work import Case
 
 pytestmark = pytest.mark.gpu
-TRANSPORTS = ["p2p", "all_gather", "pull", "pull_all"]
+TRANSPORTS = ["p2p", "all_gather", "copy", "copy_all"]
 CAUSAL = dict(causal=True)
 DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2] * 2300)
 BF16 = Case(
@@ -114,14 +114,14 @@ def test_compiles_as_one_graph(ranks: int, gpus) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("transport", ["p2p", "pull"])
+@pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_peak_memory(transport: str, ranks: int, gpus) -> None:
     for found, promised in gpus(ranks)(functools.partial(jobs.peak_memory, 131072, transport), patience=600):
         for name in found:
             assert found[name] <= promised[name] + 64 * 2**20, (found, promised)
 
 
-@pytest.mark.parametrize("transport", ["p2p", "pull"])
+@pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_a_stalled_rank_ends_the_others(transport: str) -> None:
     """Within the time limit, by an error or by the end of the process; nothing hangs."""
     if torch.cuda.device_count() < 2:
@@ -145,7 +145,7 @@ def test_documents_that_are_given_on_the_gpu(ranks: int, gpus) -> None:
         assert max(errors.values()) <= 1e-4, errors
 
 
-@pytest.mark.parametrize("transport", ["p2p", "pull"])
+@pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_transfers_run_beside_kernels(transport: str, tmp_path: Path, gpus) -> None:
     pytest.importorskip("matplotlib")
     where = str(tmp_path / "ring.png")

@@ -139,15 +139,15 @@ def one_each(ranks: int) -> tuple[int, ...]:
 
 
 def doubling(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, 8, False)
+    return blocks_per_step("copy", Layout("zigzag", ranks, ranks), True, 1, 8, False)
 
 
 def halving(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull", Layout("zigzag", ranks, ranks), True, 1, 8, True)
+    return blocks_per_step("copy", Layout("zigzag", ranks, ranks), True, 1, 8, True)
 
 
 def at_once(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("pull_all", Layout("zigzag", ranks, ranks), True, 1, 8, False)
+    return blocks_per_step("copy_all", Layout("zigzag", ranks, ranks), True, 1, 8, False)
 
 
 def test_steps_double_where_blocks_are_short() -> None:
@@ -155,7 +155,7 @@ def test_steps_double_where_blocks_are_short() -> None:
     assert [there for there, _, _ in found] == [(1,), (1, 1), (1, 2), (1, 2, 2), (1, 2, 4)]
     assert [back for _, back, _ in found] == [(1,), (1, 1), (2, 1), (2, 2, 1), (4, 2, 1)]
     assert [all_others for _, _, all_others in found] == [(1,), (2,), (3,), (5,), (7,)]
-    for kind, by, causal in (("striped", "pull", True), ("zigzag", "pull", False), ("zigzag", "p2p", True)):
+    for kind, by, causal in (("striped", "copy", True), ("zigzag", "copy", False), ("zigzag", "p2p", True)):
         assert blocks_per_step(by, Layout(kind, 8, 8), causal, 1, 8, False) == (1,) * 7
 
 
@@ -172,7 +172,7 @@ def test_steps_double_where_blocks_are_short() -> None:
     ],
 )
 def test_larger_steps_go_in_as_many_parts_as_a_block(nbytes: int, heads: int, rows: int, blocks: tuple[int, ...]) -> None:
-    assert blocks_per_step("pull", Layout("zigzag", 8 * rows, 8), True, nbytes, heads, False) == blocks
+    assert blocks_per_step("copy", Layout("zigzag", 8 * rows, 8), True, nbytes, heads, False) == blocks
 
 
 def test_room_for_gradients_is_the_same_for_all_documents() -> None:

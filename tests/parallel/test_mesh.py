@@ -54,7 +54,7 @@ def test_a_mesh_that_does_not_fit(sizes: dict, remedy: str, pools) -> None:
         (dict(layout=Layout("zigzag", 16, 4)), "mesh.layout"),
         (dict(dropout=0.1), "needs a seed"),
         (dict(sinks=torch.zeros(2)), "sinks"),
-        (dict(transport="pull"), "needs CUDA"),
+        (dict(transport="copy"), "needs CUDA"),
     ],
 )
 def test_ring_and_ulysses_name_a_remedy(changes: dict, remedy: str, pools) -> None:

@@ -12,7 +12,7 @@ from parallel.groups import Pair
 from parallel.messages import Messages
 from parallel.packed import new_rows
 from parallel.plan import make_plan
-from parallel.transport import AUTO, PULLED, TRANSPORTS, choose_transport
+from parallel.transport import AUTO, COPIED, TRANSPORTS, choose_transport
 
 from ..conftest import HAS_GPU
 from . import jobs
@@ -89,8 +89,8 @@ HOPPER = Case("hopper", length=300, heads=(4, 2), widths=(64, 64), mask=CAUSAL, 
 @pytest.mark.parametrize(
     "case, ring, ulysses, transport",
     [
-        (HOPPER, 4, 1, "pull"),
-        (replace(HOPPER, heads=(2, 2), widths=(128, 128), part_bytes=0), 2, 1, "pull"),
+        (HOPPER, 4, 1, "copy"),
+        (replace(HOPPER, heads=(2, 2), widths=(128, 128), part_bytes=0), 2, 1, "copy"),
         (replace(HOPPER, kind="contiguous", mask=dict(causal=True, window=90), sinks=True), 3, 1, "p2p"),
         (
             replace(HOPPER, heads=(4, 1), mask=dict(causal=True, documents=[0] * 100 + [-1] * 30 + [1] * 170)),
@@ -98,10 +98,10 @@ HOPPER = Case("hopper", length=300, heads=(4, 2), widths=(64, 64), mask=CAUSAL, 
             1,
             "all_gather",
         ),
-        (replace(HOPPER, kind="striped", widths=(128, 64), options=dict(softcap=4.0)), 2, 1, "pull_all"),
+        (replace(HOPPER, kind="striped", widths=(128, 64), options=dict(softcap=4.0)), 2, 1, "copy_all"),
         (replace(HOPPER, mask={}), 2, 2, "p2p"),
     ],
-    ids=["pull", "parts", "window", "documents", "striped", "both"],
+    ids=["copy", "parts", "window", "documents", "striped", "both"],
 )
 def test_the_hopper_kernels_in_a_ring(case: Case, ring: int, ulysses: int, transport: str, pools) -> None:
     """Their source, on the CPU: what a ring asks of them, and that it loses nothing in bf16."""
@@ -113,7 +113,7 @@ def test_the_hopper_kernels_in_a_ring(case: Case, ring: int, ulysses: int, trans
 
 @pytest.mark.skipif(HAS_GPU, reason="GPUs run the kernels themselves: test_gpu.py")
 def test_a_deterministic_ring_of_hopper_kernels_is_bit_equal(pools) -> None:
-    case = replace(HOPPER, ring=2, transport="pull", options=dict(deterministic=True))
+    case = replace(HOPPER, ring=2, transport="copy", options=dict(deterministic=True))
     assert pools(2)(jobs.over_hopper, jobs.bit_equal, case) == [True] * 2
 
 
@@ -129,9 +129,9 @@ def test_auto_chooses_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for nbytes in (0, 2**20, 2**33):
         assert choose_transport("auto", pair, cpu, nbytes) == "p2p"
         for backward in (False, True):
-            assert choose_transport("auto", pair, cuda, nbytes, backward) == "pull"
-            assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes, backward) not in PULLED
-    for name in PULLED:
+            assert choose_transport("auto", pair, cuda, nbytes, backward) == "copy"
+            assert choose_transport("auto", SimpleNamespace(one_host=False), cuda, nbytes, backward) not in COPIED
+    for name in COPIED:
         assert choose_transport(name, pair, cuda, 0) == name  # forced
         with pytest.raises(ValueError, match=f"{name}' needs CUDA"):
             choose_transport(name, pair, cpu, 0)
@@ -139,7 +139,7 @@ def test_auto_chooses_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_transport(name, SimpleNamespace(one_host=False), cuda, 0)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert choose_transport("auto", pair, cuda, 2**20) == "p2p"
-    for name in PULLED:
+    for name in COPIED:
         with pytest.raises(ValueError, match=f"{name}' needs CUDA"):
             choose_transport(name, pair, cuda, 0)
     for table in AUTO.values():
@@ -148,7 +148,7 @@ def test_auto_chooses_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limits[-1] is None and None not in limits[:-1] and limits[:-1] == sorted(limits[:-1])
 
 
-def test_auto_does_not_pull_where_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_copy_engines_where_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert choose_transport("auto", SimpleNamespace(one_host=True), torch.device("cuda"), 2**20) == "p2p"
 

@@ -41,7 +41,7 @@ def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest
     for name, way, backward in zip(given, ways, (False, True), strict=True):
         given[name].clear()
         way()
-        steps = make_plan(layout, mask, rank, blocks_per_step("pull", layout, True, 1, 2, backward)).steps
+        steps = make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, 1, 2, backward)).steps
         # half of the own block, here of its heads, comes last
         own = [48] if not backward else [48, 48]
         assert sorted(given[name]) == sorted([*own, *(step.num_keys for step in steps[1:])])

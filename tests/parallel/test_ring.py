@@ -11,13 +11,13 @@ import torch
 from kernels import Mask
 from parallel import Layout, homeward, ring, transport
 from parallel.beside import Beside, Transfer
+from parallel.engines import copy, in_large
 from parallel.homeward import Arrival, Homeward
 from parallel.mover import Alone
 from parallel.packed import unpack
 from parallel.plan import Piece, Plan, make_plan
-from parallel.pull import copy, in_large
 from parallel.ring import halves
-from parallel.signals import GIVEN, READ, SHOWN, TAKEN
+from parallel.signals import BROUGHT, FREE, GIVEN, TAKEN
 
 from . import jobs, work
 from .work import Case
@@ -85,36 +85,36 @@ def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None
 
 @pytest.mark.parametrize(
     "ring, ulysses, transport",
-    [(2, 1, "pull"), (4, 1, "pull"), (8, 1, "pull"), (2, 2, "pull"), (3, 1, "pull_all"), (4, 1, "pull_all")],
+    [(2, 1, "copy"), (4, 1, "copy"), (8, 1, "copy"), (2, 2, "copy"), (3, 1, "copy_all"), (4, 1, "copy_all")],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_pulling_equals_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
+def test_copy_engines_equal_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
     """The copy engines' transport over memory that processes share: who reads what, where, and behind which signal."""
     if kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
     for case in cases(kind, ring, ulysses):
-        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_pulling, replace(case, transport=transport))):
+        for rank, errors in enumerate(pools(ring * ulysses)(jobs.compare_copying, replace(case, transport=transport))):
             wrong = {name: error for name, error in errors.items() if not error <= EXACT}
             assert not wrong, f"{case} on rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize("transport", ["pull", "pull_all"])
-def test_pulling_from_ranks_that_are_ahead(transport: str, pools) -> None:
+@pytest.mark.parametrize("transport", ["copy", "copy_all"])
+def test_copies_of_ranks_that_are_ahead(transport: str, pools) -> None:
     case = Case("haste", ring=4, transport=transport, mask=dict(causal=True))
-    assert max(pools(4)(jobs.pull_in_haste, case)) <= EXACT
+    assert max(pools(4)(jobs.copy_in_haste, case)) <= EXACT
 
 
-@pytest.mark.parametrize("transport", ["pull", "pull_all"])
-def test_pulling_goes_on_after_an_error(transport: str, pools) -> None:
+@pytest.mark.parametrize("transport", ["copy", "copy_all"])
+def test_copies_go_on_after_an_error(transport: str, pools) -> None:
     case = Case("error", ring=4, transport=transport, mask=dict(causal=True))
-    assert max(pools(4)(jobs.pull_after_an_error, case)) <= EXACT
+    assert max(pools(4)(jobs.copy_after_an_error, case)) <= EXACT
 
 
 def test_a_step_waits_for_its_owners_alone(pools) -> None:
     """A step, as its gradients, for the owners of its blocks; and who writes again for those who read what stood there."""
-    for counts in pools(4)(jobs.waits, Case("waits", ring=4, transport="pull", mask=dict(causal=True))):
-        assert counts["forward"] == {READ: [3], SHOWN: [1, 2]}
-        assert counts["backward"] == {READ: [3], SHOWN: [2, 1], TAKEN: [2, 1], GIVEN: [2, 1]}
+    for counts in pools(4)(jobs.waits, Case("waits", ring=4, transport="copy", mask=dict(causal=True))):
+        assert counts["forward"] == {FREE: [1, 2], BROUGHT: [1, 2]}
+        assert counts["backward"] == {FREE: [2, 1], BROUGHT: [2, 1], TAKEN: [2, 1], GIVEN: [2, 1]}
 
 
 @pytest.mark.parametrize("width, begin, large", [(16, 0, True), (24, 0, True), (20, 0, False), (16, 2, False)])

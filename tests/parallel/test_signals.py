@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel import signals
-from parallel.signals import GIVEN, READ, WAIT, WRITE, Signals
+from parallel.signals import FREE, GIVEN, WAIT, WRITE, Signals
 
 RANKS = 3
 
@@ -66,7 +66,7 @@ def test_nobody_else_is_told(everyone: list[Signals]) -> None:
         assert ends(one, GIVEN, 0, *(rank for rank in range(RANKS) if rank != one.rank))
     everyone[0].tell(GIVEN, 3, (1,))
     assert not ends(everyone[2], GIVEN, 1, 0)
-    assert not ends(everyone[1], READ, 1, 0)
+    assert not ends(everyone[1], FREE, 1, 0)
     assert not ends(everyone[1], GIVEN, 4, 0)
     assert not ends(everyone[1], GIVEN, 3, 0, 2)
     assert ends(everyone[1], GIVEN, 3, 0) and ends(everyone[1], GIVEN, 9)

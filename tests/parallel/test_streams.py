@@ -1,4 +1,4 @@
-"""Pulling and adding up beside the kernels is right in whatever order streams do their work."""
+"""Copying and adding up beside the kernels is right in whatever order streams do their work."""
 
 import itertools
 from types import SimpleNamespace
@@ -9,9 +9,9 @@ import torch
 
 from kernels import Mask, attention
 from parallel import Layout, beside, transport
+from parallel.engines import Engines
 from parallel.groups import Pair
 from parallel.plan import Plan, make_plan
-from parallel.pull import Pull
 from parallel.ring import ring_backward, ring_forward
 
 from .streams import Machine, installed
@@ -70,8 +70,8 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str, in_memory
             group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda rank=rank: rank)
             pair = Pair(group, group, True, list(range(ranks)), 1.0)
 
-            def mover(plan: Plan, pair: Pair = pair) -> Pull:
-                return Pull(pair, plan, torch.device("cpu"))
+            def mover(plan: Plan, pair: Pair = pair) -> Engines:
+                return Engines(pair, plan, torch.device("cpu"))
 
             for q, k, v, _ in shards[rank]:
                 results[rank] += ring_forward(q, k, v, mask, mover(there), None, 0, **OPTIONS)[:1]
@@ -86,7 +86,7 @@ def wrong_by(sequence: Sequence, ranks: int, seed: int, steps_of: str, in_memory
     return max(float(gap.abs().nan_to_num(torch.inf).max()) for gap in gaps)
 
 
-@pytest.mark.parametrize("steps_of", ["p2p", "pull", "pull_all"])
+@pytest.mark.parametrize("steps_of", ["p2p", "copy", "copy_all"])
 @pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (4, 2048), (6, 2**28)])
 @pytest.mark.parametrize("sequence", [EVEN, FOUR, ODD, UNEVEN, HALF, WINDOW, WINDOWS])
 def test_any_order_is_right(

@@ -1,15 +1,16 @@
-"""The mover for GPUs of one host: copy engines pull rows out of the owner's symmetric memory.
+"""The mover for GPUs of one host: copy engines carry rows between owners' tensors and memory that all ranks show each other.
 
-No SM works for a transfer, and no rank has to send. That rows are there, and that nobody overwrites what another still reads,
-is what signals are for (`signals`):
+No SM works for a transfer, and nothing is copied to send it. A rank shows two places for a step's keys and two for gradients
+of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
+(`signals`):
 
-    publish      all have read the K/V shown before · copy K and V in · tell: shown
-    fetch        the owners have shown theirs · pull the rows of a step · behind the last step, tell: read
+    fetch        tell: the place is free · the readers of my rows have theirs free · bring them · tell: brought · the owners
+                 have brought theirs
     part         all have taken what stood there, which was given earlier
-    give         tell: given · the readers of my rows have given theirs · pull · tell: taken
+    give         tell: given · the readers of my rows have given theirs · take them home · tell: taken
 
-Shown and given are waited for on streams beside the caller's, which itself waits for read and taken only: these are past
-but where another rank is a step behind. No multicast (multimem) is used anywhere.
+Only the last is waited for by the caller's stream itself, all else on streams beside it; and it is past but where another rank
+is a step behind. No multicast (multimem) is used anywhere.
 """
 
 import math
@@ -27,10 +28,9 @@ from . import progress
 from .beside import Beside, Transfer
 from .groups import Pair
 from .mover import Mover, slots
-from .packed import Rows, by_rows
+from .packed import Rows
 from .plan import Piece, Plan
-from .runs import union
-from .signals import GIVEN, READ, SHOWN, TAKEN, Signals
+from .signals import BROUGHT, FREE, GIVEN, TAKEN, Signals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 REMEMBERED = 1024  # views of shown memory; documents ask for others in every step
@@ -44,11 +44,9 @@ class Shown:
         self.signals = Signals(group, device)
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
-        # The same on every rank: how often K/V were shown and gradients given. Who reads the last K/V, and whose this rank has
-        # not been through with; for each of two parts when gradients were last given out of it, and to whom.
-        self.shown = self.given = 0
-        self.readers: tuple[int, ...] = ()
-        self.unread: tuple[int, ...] = ()
+        # The same on every rank: how many steps' K/V were brought, and how often gradients were given; for each of two places
+        # when they were last given out of it, and to whom.
+        self.brought = self.given = 0
         self.caller: torch.cuda.Stream | None = None  # whose call was the last
         self.given_out_of: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
 
@@ -82,7 +80,7 @@ def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
     return _shown[name]
 
 
-class Pull(Mover):
+class Engines(Mover):
     needs_sms = False
 
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
@@ -93,7 +91,6 @@ class Pull(Mover):
             )
         self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
         self.shown = shown_by(pair.group, device)
-        self.begins = 0, 0  # of K and V in what is published, in elements
 
     @cached_property
     def copies(self) -> Beside:
@@ -104,43 +101,37 @@ class Pull(Mover):
         return Beside(self.device, "home")
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        shown, signals, rows = self.shown, self.shown.signals, (by_rows(k), by_rows(v))
-        shown.caller = self.copies.behind(shown.caller)
-        if shown.unread:  # the call before ended with an error
-            with self.copies.run():
-                signals.tell(READ, shown.shown, shown.unread)
-        shown.make_room("kv", k.nbytes + v.nbytes, self.device)
-        self.begins = 0, k.numel()
-        # not beside the kernels: a copy within a GPU needs SMs, and behind a kernel that has all of them it would come late
-        signals.wait(READ, shown.shown, shown.readers)
-        places, sources = [], []
-        for part in union(piece.rows for pieces in self.plan.gives for piece in pieces):  # what nobody reads stays here
-            for begin, x in zip(self.begins, rows, strict=True):
-                sources.append(x[part])
-                places.append(shown.rows("kv", self.rank, part.start, sources[-1].shape, x.dtype, begin))
-        copy(places, sources)
-        shown.shown += 1
-        shown.readers = ranks_of(piece for pieces in self.plan.gives for piece in pieces)
-        shown.unread = ranks_of(piece for step in self.plan.steps[1:] for piece in step.pieces)
-        self.copies.follow()
-        with self.copies.run():
-            signals.tell(SHOWN, shown.shown, shown.readers)
+        super().publish(k, v)
+        self.shown.caller = self.copies.behind(self.shown.caller)
+
+    def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
+        self.shown.make_room(f"keys {which}", self.plan.most_keys * (k[:, 0].nbytes + v[:, 0].nbytes), self.device)
+        return self._keys(which, self.rank, 0, rows)
+
+    def _keys(self, which: int, rank: int, first: int, rows: int) -> Rows:
+        """Some rows of a rank's place for a step's keys: K's of all rows are there first, then V's."""
+        places, begin = [], 0
+        for x in self.published:
+            shape = rows, *x.shape[1:]
+            places.append(self.shown.rows(f"keys {which}", rank, first, shape, x.dtype, begin))
+            begin += self.plan.most_keys * math.prod(x.shape[1:])
+        return tuple(places)
 
     def fetch(self, index: int, into: Rows) -> Transfer:
-        shown, signals, step = self.shown, self.shown.signals, self.plan.steps[index]
-        places, sources, owners = [], [], ranks_of(step.pieces)
-        for piece, rows in zip(step.pieces, slots(step.pieces, into), strict=True):
-            for begin, place in zip(self.begins, rows, strict=True):
-                places.append(place)
-                sources.append(shown.rows("kv", piece.rank, piece.rows.start, place.shape, place.dtype, begin))
-        self.copies.follow()  # what the places held is used up
+        # the owners of the step's rows bring them to where `into` is, as I bring mine to their readers
+        shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
+        owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
+        which = (index - 1) % 2  # of the rooms, on every rank
+        shown.brought += 1
+        self.copies.follow()  # what the place held is used up
         with self.copies.run():
-            signals.wait(SHOWN, shown.shown, owners)
-            copy(places, sources)
-            if index + 1 == len(self.plan.steps):
-                signals.tell(READ, shown.shown, shown.unread)
-                shown.unread = ()
-        return self._watched(self.copies, "K/V", owners, index)
+            signals.tell(FREE, shown.brought, owners)
+            signals.wait(FREE, shown.brought, readers)
+            for piece in pieces:
+                copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.published])
+            signals.tell(BROUGHT, shown.brought, readers)
+            signals.wait(BROUGHT, shown.brought, owners)
+        return self._watched(self.copies, "K/V from or for", {*owners, *readers}, index)
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         use, shape = f"part {which}", like.shape[1:]
@@ -162,15 +153,15 @@ class Pull(Mover):
             signals.wait(GIVEN, shown.given, readers)
             copy(places, sources)
             signals.tell(TAKEN, shown.given, readers)
-        return self._watched(self.home, "dK/dV", readers, index)
+        return self._watched(self.home, "dK/dV from", {*readers}, index)
 
-    def _watched(self, beside: Beside, what: str, ranks: tuple[int, ...], index: int) -> Transfer:
+    def _watched(self, beside: Beside, what: str, ranks: set[int], index: int) -> Transfer:
         """A signal that never comes would hold up whatever the host waits for next, which need not be the end of this call."""
         event = beside.mark()
         if event is not None and ranks:
-            names = ", ".join(str(self.ranks[rank]) for rank in ranks)
+            names = ", ".join(str(self.ranks[rank]) for rank in sorted(ranks))
             progress.hop(index, len(self.plan.steps) - 1)
-            progress.expect(f"{what} of rank {names}", self.seconds, end=True, event=event)
+            progress.expect(f"{what} rank {names}", self.seconds, end=True, event=event)
         return beside.waiting_for(event)
 
 
