@@ -125,12 +125,10 @@ class Engines(Mover):
         shown.brought += 1
         self.copies.follow()  # what the place held is used up
         with self.copies.run():
-            signals.tell(FREE, shown.brought, owners)
-            signals.wait(FREE, shown.brought, readers)
+            signals.meet(FREE, shown.brought, owners, readers)
             for piece in pieces:
                 copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.published])
-            signals.tell(BROUGHT, shown.brought, readers)
-            signals.wait(BROUGHT, shown.brought, owners)
+            signals.meet(BROUGHT, shown.brought, readers, owners)
         return self._watched(self.copies, "K/V from or for", {*owners, *readers}, index)
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
@@ -149,8 +147,7 @@ class Engines(Mover):
         shown.given_out_of[which] = shown.given, owners
         self.home.follow()
         with self.home.run():
-            signals.tell(GIVEN, shown.given, owners)
-            signals.wait(GIVEN, shown.given, readers)
+            signals.meet(GIVEN, shown.given, owners, readers)
             copy(places, sources)
             signals.tell(TAKEN, shown.given, readers)
         return self._watched(self.home, "dK/dV from", {*readers}, index)

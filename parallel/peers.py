@@ -106,7 +106,8 @@ def _tensors(setting: Setting, place: Place, length: int) -> tuple[tuple[Tensor,
 def _alone(setting: Setting, place: Place) -> Iterator[Problem]:
     shape = setting.alone(place.ranks)
     leaves, dout = _tensors(setting, place, shape.length)
-    yield Problem(lambda: attention(*leaves, setting.mask(), backend=place.backend), leaves, dout, shape.flops())
+    mask = setting.mask()
+    yield Problem(lambda: attention(*leaves, mask, backend=place.backend), leaves, dout, shape.flops())
 
 
 def _ring(kind: str, transport: str) -> Make:
@@ -116,7 +117,8 @@ def _ring(kind: str, transport: str) -> Make:
         layout = place.ring.layout(kind, whole.length)
         leaves, dout = _tensors(setting, place, layout.local_length)
         options: dict[str, Any] = dict(layout=layout, mesh=place.ring, transport=transport, backend=place.backend)
-        run = lambda: context_attention(*leaves, setting.mask(), **options)  # noqa: E731
+        mask = setting.mask()
+        run = lambda: context_attention(*leaves, mask, **options)  # noqa: E731
         yield Problem(run, leaves, dout, whole.flops() / place.ranks)
 
     return make
@@ -128,7 +130,8 @@ def _ulysses(setting: Setting, place: Place) -> Iterator[Problem]:
     layout = place.ulysses.layout("contiguous", whole.length)
     leaves, dout = _tensors(setting, place, layout.local_length)
     options: dict[str, Any] = dict(layout=layout, mesh=place.ulysses, backend=place.backend)
-    run = lambda: context_attention(*leaves, setting.mask(), **options)  # noqa: E731
+    mask = setting.mask()
+    run = lambda: context_attention(*leaves, mask, **options)  # noqa: E731
     yield Problem(run, leaves, dout, whole.flops() / place.ranks)
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .beside import current_stream
+
 
 class _Place(NamedTuple):
     step: int | None = None
@@ -147,6 +149,5 @@ def expect(what: str, seconds: float, end: bool = False, event: torch.cuda.Event
         return  # a graph's events cannot be asked
     if event is None:
         _now = _now._replace(hop=None)  # the host is through with all of them
-        event = torch.cuda.Event()
-        event.record()
+        event = current_stream(torch.device("cuda", torch.cuda.current_device())).record_event()
     _watch.expect(_Expected(event, what, seconds, end, _now))

@@ -58,11 +58,11 @@ def ring_forward(
             casts.follow()
         for rows, q_at, last in plan.parts[index]:  # none, where others need a step that this rank does not
             # (for rows that no other step has, `sums` is no rows of anything, and nobody looks at it)
-            sums, stats = acc[:, within(rows, plan.carried)], lse[:, :, rows]
+            sums, stats = take(acc, within(rows, plan.carried)), take(lse, None, rows)
             carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
             where = q_at, step.k_at, carry, last, head_start
-            into = out[:, rows] if last else sums, stats
-            block_forward(q[:, rows], k_block, v_block, mask, *where, into=into, **options)
+            into = take(out, rows) if last else sums, stats
+            block_forward(take(q, rows), k_block, v_block, mask, *where, into=into, **options)
     if plan.unfinished:  # these had seen their last key before the last kernel, which wrote its rows in the final dtype
         with casts.run():
             for rows in plan.unfinished:
@@ -208,10 +208,10 @@ def ring_backward(
     return dq, dk, dv, delta
 
 
-def take(x: Tensor, one: slice, two: slice) -> Tensor:
-    """x[:, one, two]; x itself if that is all of it, which takes no time."""
-    x = x if one.stop - one.start == x.shape[1] else x[:, one]
-    return x if two.stop - two.start == x.shape[2] else x[:, :, two]
+def take(x: Tensor, one: slice | None, two: slice | None = None) -> Tensor:
+    """x[:, one, two], where None is all; x itself if that is all of it, which takes no time."""
+    x = x if one is None or one.stop - one.start == x.shape[1] else x[:, one]
+    return x if two is None or two.stop - two.start == x.shape[2] else x[:, :, two]
 
 
 def halves(heads: int, keys: int, end: int) -> list[Region]:

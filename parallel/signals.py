@@ -33,27 +33,29 @@ class Signals:
         torch.cuda.synchronize(device)  # before others write into it
         self.memory = memory, symmetric_memory.rendezvous(memory, group)  # kept, as addresses are all that is used of it
         begins = [self.memory[1].get_buffer(rank, size, torch.int32).data_ptr() for rank in range(group.size())]
-        self.orders: dict[tuple[int, int, tuple[int, ...]], Any] = {}  # that were given before
+        self.orders: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Any] = {}  # that were given before
         # where this rank's signals stand in the others' memory, and theirs in its own
         self.there = [[begin + 4 * (what * len(begins) + self.rank) for begin in begins] for what in range(4)]
         self.here = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
 
     def tell(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
         """These ranks, once all is done that the current stream has been given so far."""
-        self._order(WRITE, what, count, ranks)
+        self.meet(what, count, ranks, ())
 
     def wait(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
         """Until these ranks have told as much: what the current stream is given next is done then."""
-        self._order(WAIT, what, count, ranks)
+        self.meet(what, count, (), ranks)
 
-    def _order(self, operation: int, what: int, count: int, ranks: tuple[int, ...]) -> None:
-        """One for all ranks: the driver takes longer for a call than for what it says."""
-        if not ranks:
+    def meet(self, what: int, count: int, told: tuple[int, ...], awaited: tuple[int, ...]) -> None:
+        """Tells the ones, then waits for the others, all in one order: the driver takes longer for a call than for what it
+        says."""
+        if not told and not awaited:
             return
-        key = operation, what, ranks
+        key = what, told, awaited
         if key not in self.orders:
-            where = (self.there if operation == WRITE else self.here)[what]
-            self.orders[key] = (_Order * len(ranks))(*(_Order(operation=operation, address=where[rank]) for rank in ranks))
+            writes = [_Order(operation=WRITE, address=self.there[what][rank]) for rank in told]
+            waits = [_Order(operation=WAIT, address=self.here[what][rank]) for rank in awaited]
+            self.orders[key] = (_Order * (len(told) + len(awaited)))(*writes, *waits)
         orders = self.orders[key]
         for order in orders:
             order.count = count

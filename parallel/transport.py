@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -100,11 +100,15 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
-    if transport in COPIED:
-        from .engines import Engines  # only there where CUDA is
+    kind = _engines() if transport in COPIED else Messages
+    return kind(pair, plan, device)
 
-        return Engines(pair, plan, device)
-    return Messages(pair, plan, device)
+
+@functools.cache
+def _engines() -> Callable[[Pair, Plan, torch.device], Mover]:
+    from .engines import Engines  # only there where CUDA is
+
+    return Engines
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:

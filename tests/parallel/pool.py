@@ -34,7 +34,12 @@ class Failed(AssertionError):
 
 class Pool:
     def __init__(
-        self, size: int, backend: str = "gloo", timeout: float = 60, environment: dict[str, str] | None = None
+        self,
+        size: int,
+        backend: str = "gloo",
+        timeout: float = 60,
+        environment: dict[str, str] | None = None,
+        on_gpus: bool = False,  # one each, or several ranks on one where there are not as many
     ) -> None:
         self.size, self.timeout = size, timeout
         self.folder = tempfile.TemporaryDirectory(prefix="ringspan-")
@@ -43,7 +48,7 @@ class Pool:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = rank, size, backend, store, timeout, environment or {}, theirs
+            arguments = rank, size, backend, store, timeout, environment or {}, on_gpus, theirs
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -80,13 +85,20 @@ class Pool:
 
 
 def _serve(
-    rank: int, size: int, backend: str, store: str, timeout: float, environment: dict[str, str], pipe: Connection
+    rank: int,
+    size: int,
+    backend: str,
+    store: str,
+    timeout: float,
+    environment: dict[str, str],
+    on_gpus: bool,
+    pipe: Connection,
 ) -> None:
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if on_gpus:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",

@@ -62,6 +62,10 @@ class Signals:
             assert count > self.all[rank][what, self.rank], "a count only grows"
             self.all[rank][what, self.rank] = count
 
+    def meet(self, what: int, count: int, told: Iterable[int], awaited: Iterable[int]) -> None:
+        self.tell(what, count, told)
+        self.wait(what, count, awaited)
+
     def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
         begun = time.monotonic()
         for rank in ranks:

@@ -148,6 +148,10 @@ def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
 
             machine.give(run)
 
+        def meet(self, what: int, count: int, told: Iterable[int], awaited: Iterable[int]) -> None:
+            self.tell(what, count, told)
+            self.wait(what, count, awaited)
+
         def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
             whose = [(what, other, self.rank) for other in ranks]
             machine.give(lambda: None, lambda: all(machine.told[key] >= count for key in whose))

@@ -72,6 +72,14 @@ def test_nobody_else_is_told(everyone: list[Signals]) -> None:
     assert ends(everyone[1], GIVEN, 3, 0) and ends(everyone[1], GIVEN, 9)
 
 
+def test_who_meets_tells_before_it_waits(everyone: list[Signals]) -> None:
+    with pytest.raises(Missing):
+        everyone[0].meet(GIVEN, 1, (1, 2), (1,))
+    everyone[1].meet(GIVEN, 1, (0,), (0,))
+    everyone[0].meet(GIVEN, 1, (1, 2), (1,))
+    assert not ends(everyone[0], GIVEN, 1, 2)
+
+
 @pytest.mark.parametrize("status, words", [(801, "error 801, use transport='p2p'"), (700, "error 700, perhaps an earlier")])
 def test_what_the_driver_refuses_is_an_error(
     everyone: list[Signals], status: int, words: str, monkeypatch: pytest.MonkeyPatch
