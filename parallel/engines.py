@@ -167,19 +167,8 @@ def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
 
 
 def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    for place, source in zip(places, sources, strict=True):
-        if not source.is_contiguous():  # K/V cut out of a larger tensor, which a kernel copies; elsewhere copy engines do
-            place, source = in_large(place, source)
+    for place, source in zip(places, sources, strict=True):  # each in one piece of memory, which copy engines take
         place.copy_(source, non_blocking=True)
-
-
-def in_large(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same memory as numbers of 16 bytes, if it is that everywhere: number by number small ones take long."""
-    for x in tensors:
-        begins = (x.storage_offset(), *x.stride()[:-1], x.shape[-1])
-        if x.stride(-1) != 1 or any(n * x.itemsize % 16 for n in begins):
-            return tensors
-    return tuple(x.view(torch.complex128) for x in tensors)
 
 
 def settle(device: torch.device) -> None:

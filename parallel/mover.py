@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from .beside import Transfer
-from .packed import Rows, by_rows, new_rows
+from .packed import Rows, by_rows, in_one_piece, new_rows
 from .plan import Piece, Plan
 
 
@@ -19,8 +19,8 @@ class Mover(ABC):
         self.published: Rows = ()
 
     def publish(self, k: Tensor, v: Tensor) -> None:
-        """Makes this rank's K/V ready for the others: a copy only of what is not in rows already."""
-        self.published = tuple(by_rows(x).contiguous() for x in (k, v))
+        """Makes this rank's K/V ready for the others."""
+        self.published = tuple(in_one_piece(by_rows(x)) for x in (k, v))
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         """Memory that a step's K/V come into: `which` is one and the other of two in turn, from 0 on."""

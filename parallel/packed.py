@@ -5,6 +5,7 @@ anyway, and nothing is copied to send them. Gradients lie side by side in one, (
 nothing to sort when it comes. Kernels read and write all of them through views.
 """
 
+import torch
 from torch import Tensor
 
 Rows = tuple[Tensor, ...]  # tensors that move together, row by row
@@ -13,6 +14,15 @@ Rows = tuple[Tensor, ...]  # tensors that move together, row by row
 def by_rows(x: Tensor) -> Tensor:
     """The view (rows, B, H, D) of (B, rows, H, D), and the other way."""
     return x.transpose(0, 1)
+
+
+def in_one_piece(rows: Tensor) -> Tensor:
+    """Copied only where it is not yet; then as numbers of 16 bytes, if it has these, as one by one small ones take long."""
+    if rows.is_contiguous():
+        return rows
+    begins = rows.storage_offset(), *rows.stride()[:-1], rows.shape[-1]
+    large = rows.stride(-1) == 1 and not any(n * rows.itemsize % 16 for n in begins)
+    return rows.view(torch.complex128).contiguous().view(rows.dtype) if large else rows.contiguous()
 
 
 def new_rows(rows: int, k: Tensor, v: Tensor) -> Rows:

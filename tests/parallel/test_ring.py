@@ -11,10 +11,9 @@ import torch
 from kernels import Mask
 from parallel import Layout, homeward, ring, transport
 from parallel.beside import Beside, Transfer
-from parallel.engines import copy, in_large
 from parallel.homeward import Arrival, Homeward
 from parallel.mover import Alone
-from parallel.packed import unpack
+from parallel.packed import in_one_piece, unpack
 from parallel.plan import Piece, Plan, make_plan
 from parallel.ring import halves
 from parallel.signals import BROUGHT, FREE, GIVEN, TAKEN
@@ -118,13 +117,15 @@ def test_a_step_waits_for_its_owners_alone(pools) -> None:
 
 
 @pytest.mark.parametrize("width, begin, large", [(16, 0, True), (24, 0, True), (20, 0, False), (16, 2, False)])
-def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool) -> None:
-    """Where they begin and end at multiples of 16 bytes."""
+def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they begin and end at multiples of 16 bytes; and what is in one piece stays where it is."""
     heads = torch.randn(5, 1, 4, width + begin).bfloat16()[:, :, 1:3, begin:]
-    place = torch.full(heads.shape, torch.nan, dtype=heads.dtype)
-    assert {x.dtype for x in in_large(place, heads)} == {torch.complex128 if large else torch.bfloat16}
-    copy([place], [heads])
-    assert torch.equal(place, heads)
+    copied: list[torch.dtype] = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: copied.append(x.dtype) or contiguous(x))
+    piece = in_one_piece(heads)
+    assert copied == [torch.complex128 if large else torch.bfloat16]
+    assert piece.is_contiguous() and torch.equal(piece, heads) and in_one_piece(piece) is piece
 
 
 class Returns(Alone):

@@ -249,7 +249,7 @@ def test_copy_engines_take_what_is_planned(
         given=0,
         caller=None,
         given_out_of=[(0, ()), (0, ())],
-        signals=SimpleNamespace(tell=lambda *_: None, wait=lambda *_: None),
+        signals=SimpleNamespace(meet=lambda *_: None, tell=lambda *_: None, wait=lambda *_: None),
         make_room=lambda use, nbytes, _: room.update({use: max(nbytes, room.get(use, 0))}),
         rows=lambda use, rank, first, shape, dtype, begin=0: torch.empty(shape, dtype=dtype, device="meta"),
     )
