@@ -91,9 +91,9 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
             if name.endswith(COPIED):
-                from .engines import pooled_bytes
+                from .engines import bytes_shown
 
-                peak += pooled_bytes()
+                peak += bytes_shown()
             row["peak_gib"] = peak / 2**30
         kind = next((kind for kind in KINDS if name.startswith(f"ring-{kind}")), None)
         if kind:

@@ -1,7 +1,7 @@
 """The mover for GPUs of one host: copy engines carry rows between owners' tensors and memory that all ranks show each other.
 
-No SM works for a transfer, and nothing is copied to send it. A rank shows two places for a step's keys and two for gradients
-of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
+No SM works for a transfer, and nothing is copied to send it. A rank shows up to two places for a step's keys and two for
+gradients of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
 (`signals`):
 
     fetch        tell: the place is free · the readers of my rows have theirs free · bring them · tell: brought · the owners
@@ -9,8 +9,8 @@ of keys; whoever owns the rows does both copies. That a place is free, and that 
     part         all have taken what stood there, which was given earlier
     give         tell: given · the readers of my rows have given theirs · take them home · tell: taken
 
-Only the last is waited for by the caller's stream itself, all else on streams beside it; and it is past but where another rank
-is a step behind. No multicast (multimem) is used anywhere.
+The caller's stream itself waits for the signal of `part` alone, which is past but where another rank is a step behind, and for
+the ends of transfers whose rows it uses. No multicast (multimem) is used anywhere.
 """
 
 import math
@@ -71,12 +71,16 @@ class Shown:
 
 
 _shown: dict[str, Shown] = {}  # by the group's name
+_set_aside: list[Shown] = []  # by calls that ended with an error: others may be at work there still
 
 
 def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
     name = group.group_name
     if name not in _shown or _shown[name].group is not group:  # a new group may have an old one's name
-        _shown[name] = Shown(group, device)
+        _shown[name] = Shown(group, device)  # all ranks are there
+        if _set_aside:
+            settle(device)
+            _set_aside.clear()
     return _shown[name]
 
 
@@ -100,8 +104,8 @@ class Engines(Mover):
     def home(self) -> Beside:
         return Beside(self.device, "home")
 
-    def publish(self, k: Tensor, v: Tensor) -> None:
-        super().publish(k, v)
+    def offer(self, k: Tensor, v: Tensor) -> None:
+        super().offer(k, v)
         self.shown.caller = self.copies.behind(self.shown.caller)
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
@@ -111,25 +115,31 @@ class Engines(Mover):
     def _keys(self, which: int, rank: int, first: int, rows: int) -> Rows:
         """Some rows of a rank's place for a step's keys: K's of all rows are there first, then V's."""
         places, begin = [], 0
-        for x in self.published:
+        for x in self.offered:
             shape = rows, *x.shape[1:]
             places.append(self.shown.rows(f"keys {which}", rank, first, shape, x.dtype, begin))
             begin += self.plan.most_keys * math.prod(x.shape[1:])
         return tuple(places)
 
-    def fetch(self, index: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         # the owners of the step's rows bring them to where `into` is, as I bring mine to their readers
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
-        which = (index - 1) % 2  # of the rooms, on every rank
         shown.brought += 1
         self.copies.follow()  # what the place held is used up
         with self.copies.run():
             signals.meet(FREE, shown.brought, owners, readers)
             for piece in pieces:
-                copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.published])
+                copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
             signals.meet(BROUGHT, shown.brought, readers, owners)
         return self._watched(self.copies, "K/V from or for", {*owners, *readers}, index)
+
+    def give_up(self) -> None:
+        """After an error ranks may have counted differently, and what one of them tells next could pass for what another still
+        waits for. So they begin anew, together: a rank that failed alone waits for the others, and signals nothing."""
+        super().give_up()
+        if _shown.get(self.shown.group.group_name) is self.shown:
+            _set_aside.append(_shown.pop(self.shown.group.group_name))
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         use, shape = f"part {which}", like.shape[1:]
@@ -175,6 +185,10 @@ def settle(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def pooled_bytes() -> int:
+def bytes_shown() -> int:
     """Symmetric memory of this process, which torch's allocator does not count."""
-    return sum(memory.nbytes for shown in _shown.values() for memory, _ in [*shown.memory.values(), shown.signals.memory])
+    return sum(
+        memory.nbytes
+        for shown in [*_shown.values(), *_set_aside]
+        for memory, _ in [*shown.memory.values(), shown.signals.memory]
+    )

@@ -19,9 +19,9 @@ class Messages(Mover):
         super().__init__(plan)
         self.pair, self.device = pair, device
 
-    def fetch(self, index: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         gives, takes = self.plan.gives[index], self.plan.steps[index].pieces
-        rows = [tuple(x[piece.rows] for x in self.published) for piece in gives]
+        rows = [tuple(x[piece.rows] for x in self.offered) for piece in gives]
         return self._exchange(self.pair.group, gives, rows, takes, slots(takes, into), "K/V")
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:

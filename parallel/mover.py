@@ -16,19 +16,23 @@ class Mover(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.published: Rows = ()
+        self.offered: Rows = ()
 
-    def publish(self, k: Tensor, v: Tensor) -> None:
+    def offer(self, k: Tensor, v: Tensor) -> None:
         """Makes this rank's K/V ready for the others."""
-        self.published = tuple(in_one_piece(by_rows(x)) for x in (k, v))
+        self.offered = tuple(in_one_piece(by_rows(x)) for x in (k, v))
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
-        """Memory that a step's K/V come into: `which` is one and the other of two in turn, from 0 on."""
+        """Memory that a step's K/V come into, once these were offered: `which` is 0 or 1, for one step or the next."""
         return new_rows(rows, k, v)
 
     @abstractmethod
-    def fetch(self, index: int, into: Rows) -> Transfer:
-        """The K/V of a step, which others take from this rank at the same time."""
+    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
+        """The K/V of a step come into the one or the other room; this rank's go to those who want them in that step."""
+
+    def give_up(self) -> None:
+        """The call ends with an error, in the middle perhaps."""
+        self.offered = ()
 
     @abstractmethod
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ class Mover(ABC):
 class Alone(Mover):
     """A ring of one rank: nobody takes anything, and nothing comes."""
 
-    def fetch(self, index: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         return lambda: None
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:

@@ -193,6 +193,7 @@ class Call:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if error is not None:
             wait_for_all(self.device)  # what is still on its way into this call's memory, or adds up there
+            self.mover.give_up()
         elif self.pair is not None and self.device.type == "cuda":
             progress.expect(self.pair.others, self.pair.seconds, end=self.by_engines)
 

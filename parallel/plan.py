@@ -127,8 +127,9 @@ def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[
         if not any(step.pieces for step in steps):
             continue
         mine.append(steps[rank])
+        readers = [(rank + shift) % layout.ranks for shift in shifts]  # so not all owners turn to the same one first
         gives.append(
-            [replace(piece, rank=reader) for reader, step in enumerate(steps) for piece in step.pieces if piece.rank == rank]
+            [replace(piece, rank=reader) for reader in readers for piece in steps[reader].pieces if piece.rank == rank]
         )
         most_keys = max(most_keys, *(step.num_keys for step in steps))
     parts = _in_parts(mine, few)

@@ -51,7 +51,7 @@ class There(Mover):
         self.turn = 0
         self.parts: dict[Any, Tensor] = {}
 
-    def publish(self, k: Tensor, v: Tensor) -> None:
+    def offer(self, k: Tensor, v: Tensor) -> None:
         self.turn = 0  # each call asks for the same rooms again
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
@@ -60,7 +60,7 @@ class There(Mover):
         self.turn += 1
         return self.rooms[self.turn - 1]
 
-    def fetch(self, index: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         return lambda: None
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def ring_forward(
         if index == final and plan.unfinished:
             casts.follow()
         for rows, q_at, last in plan.parts[index]:  # none, where others need a step that this rank does not
-            # (for rows that no other step has, `sums` is no rows of anything, and nobody looks at it)
+            # (for rows that no other step has, `sums` is of other rows or none, and nobody looks at it)
             sums, stats = take(acc, within(rows, plan.carried)), take(lse, None, rows)
             carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
             where = q_at, step.k_at, carry, last, head_start
@@ -209,7 +209,7 @@ def ring_backward(
 
 
 def take(x: Tensor, one: slice | None, two: slice | None = None) -> Tensor:
-    """x[:, one, two], where None is all; x itself if that is all of it, which takes no time."""
+    """x[:, one, two], of runs that lie in x, where None is all; x itself if that is all of it, which takes no time."""
     x = x if one is None or one.stop - one.start == x.shape[1] else x[:, one]
     return x if two is None or two.stop - two.start == x.shape[2] else x[:, :, two]
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-# What a signal counts: how often a rank has …
-FREE, BROUGHT, GIVEN, TAKEN = range(4)  # had a place free for K/V, brought its own; given gradients, taken those for its rows
+# What a signal counts: which of the steps, that all ranks count alike, a rank has …
+FREE, BROUGHT, GIVEN, TAKEN = range(4)  # a place free for K/V, brought its own; given gradients, taken those for its rows
 WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
 NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
 
@@ -66,7 +66,9 @@ class Signals:
 
 
 class _Order(ctypes.Structure):
-    """CUstreamBatchMemOpParams for one number. Flags of 0: a wait until it is at least so large, a write behind a fence."""
+    """CUstreamBatchMemOpParams for one number. Flags of 0: a wait until it is at least so large, a write behind a fence: what
+    was written before it, into another GPU's memory too, has arrived. (A flush of remote writes, which is a flag of waits, is
+    for writers without such a fence.)"""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),

@@ -16,8 +16,8 @@ from kernels.plots import pyplot
 from .peers import forward_and_backward
 
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
-# What a profiler calls it, in small letters. "dtod" is a copy out of another GPU's symmetric memory, and one within a GPU too:
-# only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
+# What a profiler calls it, in small letters. "dtod" is a copy into or out of another GPU's symmetric memory, and one within a
+# GPU too: only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
 TRANSFERS, WITHIN_RING = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p"), "memcpy dtod"
 
 

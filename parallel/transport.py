@@ -42,8 +42,8 @@ AT_ONCE = ("all_gather", "copy_all")  # one step for all other ranks
 COPIED = ("copy", "copy_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
 # and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
-# parallel.bench have it ahead. On one host copy engines are, for a forward and its backward, from 8k to 32k tokens a GPU, with
-# and without GQA (docs/results/ring-2*-h100.json).
+# parallel.bench have it ahead. On one host copy engines are, for a forward and its backward on two GPUs, at 8k and 32k tokens a
+# GPU, with and without GQA (docs/results/ring-2-p2p-h100.json and -gqa-, of the slower way they went then, called pull).
 AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
     "one host": ((None, "copy", "copy"),),
@@ -132,7 +132,7 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
     own = steps[0].pieces[0].rows
     block = k[:, own], v[:, own]
     if len(steps) > 1:
-        mover.publish(k, v)
+        mover.offer(k, v)
         most = max(step.num_keys for step in steps[1:])
         buffers = [mover.room(which, most, k, v) for which in range(min(2, len(steps) - 1))]
     for index, step in enumerate(steps):
@@ -140,8 +140,9 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
             yield index, step, *block
             return
         following = steps[index + 1]
-        rows_k, rows_v = (buffer[: following.num_keys] for buffer in buffers[index % len(buffers)])
-        coming = mover.fetch(index + 1, (rows_k, rows_v))
+        which = index % len(buffers)
+        rows_k, rows_v = (buffer[: following.num_keys] for buffer in buffers[which])
+        coming = mover.fetch(index + 1, which, (rows_k, rows_v))
         yield index, step, *block
         progress.hop(index + 1, len(steps) - 1)
         coming()

@@ -217,9 +217,9 @@ def test_a_step_is_one_grouped_call_straight_from_k_and_v() -> None:
     plan = make_plan(Layout("zigzag", 32, 4), Mask(causal=True), rank=1)
     mover = Messages(Pair(group, gradients, True, [0, 1, 2, 3], 1.0), plan, torch.device("cpu"))
     k, v = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16)
-    mover.publish(k, v)
+    mover.offer(k, v)
     rows = new_rows(plan.steps[1].num_keys, k, v)
-    mover.fetch(1, rows)()
+    mover.fetch(1, 0, rows)()
     taken = [("recv", 0, tag, x.data_ptr()) for tag, x in enumerate(rows)]
     given = [("send", 2, tag, x.data_ptr()) for tag, x in enumerate((k, v))]
     assert group.told == [("start",), *taken, *given, ("end",), ("wait",)]

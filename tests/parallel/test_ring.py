@@ -88,7 +88,7 @@ def test_equals_the_reference(kind: str, ring: int, ulysses: int, pools) -> None
 )
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_copy_engines_equal_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
-    """The copy engines' transport over memory that processes share: who reads what, where, and behind which signal."""
+    """The copy engines' transport over memory that processes share: who brings what, where to, and behind which signal."""
     if kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
     for case in cases(kind, ring, ulysses):
@@ -109,11 +109,16 @@ def test_copies_go_on_after_an_error(transport: str, pools) -> None:
     assert max(pools(4)(jobs.copy_after_an_error, case)) <= EXACT
 
 
-def test_a_step_waits_for_its_owners_alone(pools) -> None:
-    """A step, as its gradients, for the owners of its blocks; and who writes again for those who read what stood there."""
+def test_a_step_waits_for_those_it_concerns_alone(pools) -> None:
+    """For its owners' rows, and places that its readers have free; gradients likewise."""
     for counts in pools(4)(jobs.waits, Case("waits", ring=4, transport="copy", mask=dict(causal=True))):
         assert counts["forward"] == {FREE: [1, 2], BROUGHT: [1, 2]}
         assert counts["backward"] == {FREE: [2, 1], BROUGHT: [2, 1], TAKEN: [2, 1], GIVEN: [2, 1]}
+    window = Case("window", ring=4, kind="contiguous", transport="copy", mask=dict(causal=True, window=2))
+    for rank, counts in enumerate(pools(4)(jobs.waits, window)):
+        owners, readers = [int(rank > 0)], [int(rank < 3)]
+        assert counts["forward"] == {FREE: readers, BROUGHT: owners}
+        assert counts["backward"] == {FREE: readers, BROUGHT: owners, TAKEN: owners, GIVEN: readers}
 
 
 @pytest.mark.parametrize("width, begin, large", [(16, 0, True), (24, 0, True), (20, 0, False), (16, 2, False)])
