@@ -109,7 +109,7 @@ class Engines(Mover):
         self.shown.caller = self.copies.behind(self.shown.caller)
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
-        self.shown.make_room(f"keys {which}", self.plan.most_keys * (k[:, 0].nbytes + v[:, 0].nbytes), self.device)
+        self.shown.make_room(f"keys {which}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
         return self._keys(which, self.rank, 0, rows)
 
     def _keys(self, which: int, rank: int, first: int, rows: int) -> Rows:

@@ -12,12 +12,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
+def needs_machine(item: pytest.Item) -> bool:
+    """For its ranks. What takes long and has none is a worker's like any other."""
+    return "kernels" not in item.path.parts and item.path.stem != "test_streams"
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where pytest has workers, any takes tests of kernels; all others, whose ranks need the machine, go to one after that."""
-    items.sort(key=lambda item: "kernels" not in item.path.parts)
+    """Where pytest has workers, any takes tests of one process; after these all others, which need the machine, go to one."""
+    items.sort(key=needs_machine)
     for item in items:
-        if "kernels" not in item.path.parts:
+        if needs_machine(item):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem == "test_ahead":
             item.add_marker(pytest.mark.xdist_group("compiled once"))
