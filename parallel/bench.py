@@ -91,7 +91,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
             if name.endswith(COPIED):
-                from .engines import bytes_shown
+                from .copy_engines import bytes_shown
 
                 peak += bytes_shown()
             row["peak_gib"] = peak / 2**30

@@ -100,15 +100,15 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
 
 
 def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
-    kind = _engines() if transport in COPIED else Messages
+    kind = _copy_engines() if transport in COPIED else Messages
     return kind(pair, plan, device)
 
 
 @functools.cache
-def _engines() -> Callable[[Pair, Plan, torch.device], Mover]:
-    from .engines import Engines  # only there where CUDA is
+def _copy_engines() -> Callable[[Pair, Plan, torch.device], Mover]:
+    from .copy_engines import CopyEngines  # only there where CUDA is
 
-    return Engines
+    return CopyEngines
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, engines, plan, progress, ring, ring_attention
+from parallel import Layout, Mesh, agree, bench, context_attention, copy_engines, plan, progress, ring, ring_attention
 from parallel import groups as groups_of
 from parallel.peers import Place, Setting, contestants
 from parallel.trace import trace
@@ -214,7 +214,7 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
     x, stats = q.nbytes, 4 * tokens * heads  # one tensor in bf16; lse or delta
     shown = 0
     if transport == "copy":
-        from parallel.engines import bytes_shown
+        from parallel.copy_engines import bytes_shown
 
         shown = bytes_shown()
     found = {name: value + shown for name, value in found.items()}
@@ -323,7 +323,7 @@ def copy_after_an_error(case: Case) -> float:
             for seed in (1, 2):
                 given = inputs(case, seed)
                 worst = max(worst, *differences(shared(case, given), shard_of(case, single(case, given))).values())
-    assert not engines._set_aside  # what the calls with errors left has been given back
+    assert not copy_engines._set_aside  # what the calls with errors left has been given back
     return worst
 
 

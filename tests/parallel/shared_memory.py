@@ -1,4 +1,4 @@
-"""Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.engines`.
+"""Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.copy_engines`.
 
 It shows what copy engines bring to whom, from where and after which signal; streams only a GPU can show. Memory is
 filled with NaN, one rank may be slow to copy, and a wait for a signal waits here and now.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import engines, op
+from parallel import copy_engines, op
 
 _paths: dict[int, str] = {}
 slow_rank: int | None = None  # its copies come late
@@ -86,11 +86,11 @@ def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 def installed(slow: int | None = None) -> Iterator[None]:
     global slow_rank
     slow_rank = slow
-    saved = engines.symmetric_memory, engines.Signals, engines.copy, engines.settle, op.choose_transport
-    engines.symmetric_memory = __import__(__name__, fromlist=["empty"])
-    engines.Signals, engines.copy, engines.settle = Signals, copy, lambda device: None
+    saved = copy_engines.symmetric_memory, copy_engines.Signals, copy_engines.copy, copy_engines.settle, op.choose_transport
+    copy_engines.symmetric_memory = __import__(__name__, fromlist=["empty"])
+    copy_engines.Signals, copy_engines.copy, copy_engines.settle = Signals, copy, lambda device: None
     op.choose_transport = lambda name, *_: name
     try:
         yield
     finally:
-        engines.symmetric_memory, engines.Signals, engines.copy, engines.settle, op.choose_transport = saved
+        copy_engines.symmetric_memory, copy_engines.Signals, copy_engines.copy, copy_engines.settle, op.choose_transport = saved

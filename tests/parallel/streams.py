@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import block_backward, block_forward, output_delta
 from kernels.reference import accumulation_dtype
-from parallel import engines, homeward, ring
+from parallel import copy_engines, homeward, ring
 
 Stream = tuple[int, str]  # a rank's
 
@@ -87,7 +87,7 @@ def nans(count: int) -> Tensor:
 
 @contextmanager
 def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
-    """`parallel.engines`, the ring and what moves gradients home, given to the machine's streams.
+    """`parallel.copy_engines`, the ring and what moves gradients home, given to the machine's streams.
 
     Kernels may leave additions to dq to the memory, and then several add to it at a time.
     """
@@ -181,15 +181,15 @@ def installed(machine: Machine, in_memory: bool) -> Iterator[None]:
         machine.give(read)
         machine.give(write)
 
-    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (engines, homeward, ring)]
+    fakes: list[tuple[Any, str, Any]] = [(module, "Beside", Beside) for module in (copy_engines, homeward, ring)]
     fakes += [(ring, "adds_in_memory", lambda *_, **__: in_memory)]
     fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
-    fakes += [(ring, "block_backward", backward), (engines, "settle", lambda device: None)]
+    fakes += [(ring, "block_backward", backward), (copy_engines, "settle", lambda device: None)]
     fakes += [
-        (engines, "Signals", Signals),
-        (engines, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
+        (copy_engines, "Signals", Signals),
+        (copy_engines, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
     ]
-    fakes += [(engines, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
+    fakes += [(copy_engines, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
     saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
     for module, name, fake in fakes:
         setattr(module, name, fake)

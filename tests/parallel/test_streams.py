@@ -9,7 +9,7 @@ import torch
 
 from kernels import Mask, attention
 from parallel import Layout, beside, transport
-from parallel.engines import Engines
+from parallel.copy_engines import CopyEngines
 from parallel.groups import Pair
 from parallel.plan import Plan, make_plan
 from parallel.ring import ring_backward, ring_forward
@@ -89,7 +89,7 @@ def wrong_by(sequences: list[Sequence], ranks: int, seed: int, steps_of: str, in
                 machine.current = rank, f"caller {turn % 2 if seed % 2 else 0}"
                 mask, (there, back), (q, k, v, dout) = (x if isinstance(x, Mask) else x[rank] for x in calls[turn % 3][:3])
                 k, v = k.clone(), v.clone()
-                movers = (Engines(pair, plan, torch.device("cpu")) for plan in (there, back))
+                movers = (CopyEngines(pair, plan, torch.device("cpu")) for plan in (there, back))
                 out, lse = ring_forward(q, k, v, mask, next(movers), None, 0, **OPTIONS)
                 grads = [out]
                 if backward:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import Mask
-from parallel import Layout, engines, transport
+from parallel import Layout, copy_engines, transport
 from parallel.groups import Pair
 from parallel.messages import Messages
 from parallel.plan import make_plan
@@ -253,15 +253,17 @@ def test_copy_engines_take_what_is_planned(
         make_room=lambda use, nbytes, _: room.update({use: max(nbytes, room.get(use, 0))}),
         rows=lambda use, rank, first, shape, dtype, begin=0: torch.empty(shape, dtype=dtype, device="meta"),
     )
-    monkeypatch.setattr(engines, "shown_by", lambda *_: shown)
-    monkeypatch.setattr(engines, "copy", lambda *_: None)
+    monkeypatch.setattr(copy_engines, "shown_by", lambda *_: shown)
+    monkeypatch.setattr(copy_engines, "copy", lambda *_: None)
     rows, width = 256, 32
     layout = Layout(kind, rows * ring, ring)
     nbytes = 4 * batch * rows * heads * 2 * width
     plan = make_plan(layout, Mask(), 1, transport.blocks_per_step("copy", layout, False, nbytes, heads, True))
     pair = Pair(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options = dict(mask=Mask(), mover=engines.Engines(pair, plan, torch.device("cpu")), head_start=0, backend="chunked")
+    options = dict(
+        mask=Mask(), mover=copy_engines.CopyEngines(pair, plan, torch.device("cpu")), head_start=0, backend="chunked"
+    )
     found = highest(lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path)
     doubling = kind == "contiguous"
     assert sum(room.values()) == footprint_module.shown(batch, batch * rows, heads, 2 * width, ring, 4, doubling)

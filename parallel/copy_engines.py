@@ -84,7 +84,7 @@ def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
     return _shown[name]
 
 
-class Engines(Mover):
+class CopyEngines(Mover):
     needs_sms = False
 
     def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
