@@ -4,13 +4,14 @@ No SM works for a transfer, and nothing is copied to send it. A rank shows up to
 gradients of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
 (`signals`):
 
-    fetch        tell: the place is free · the readers of my rows have theirs free · bring them · tell: brought · the owners
-                 have brought theirs
+    fetch        where K/V come in    tell: the place is free · the owners have brought theirs
+                 where they go out    the readers of my rows have a place free · bring them · tell: brought
     part         all have taken what stood there, which was given earlier
     give         tell: given · the readers of my rows have given theirs · take them home · tell: taken
 
-The caller's stream itself waits for the signal of `part` alone, which is past but where another rank is a step behind, and for
-the ends of transfers whose rows it uses. No multicast (multimem) is used anywhere.
+The caller's stream itself waits for the signal of `part` alone, which is past but where another rank is a step behind, for the
+ends of transfers whose rows it uses, and once, behind its last kernel, for all that went out: a reader that is late holds up
+nobody before. No multicast (multimem) is used anywhere.
 """
 
 import math
@@ -97,8 +98,12 @@ class CopyEngines(Mover):
         self.shown = shown_by(pair.group, device)
 
     @cached_property
-    def copies(self) -> Beside:
-        return Beside(self.device, "copies")
+    def coming(self) -> Beside:
+        return Beside(self.device, "coming")
+
+    @cached_property
+    def going(self) -> Beside:
+        return Beside(self.device, "going")
 
     @cached_property
     def home(self) -> Beside:
@@ -106,7 +111,8 @@ class CopyEngines(Mover):
 
     def offer(self, k: Tensor, v: Tensor) -> None:
         super().offer(k, v)
-        self.shown.caller = self.copies.behind(self.shown.caller)
+        self.shown.caller = self.going.behind(self.shown.caller)
+        self.going.follow()
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         self.shown.make_room(f"keys {which}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
@@ -126,13 +132,22 @@ class CopyEngines(Mover):
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
         shown.brought += 1
-        self.copies.follow()  # what the place held is used up
-        with self.copies.run():
-            signals.meet(FREE, shown.brought, owners, readers)
+        self.coming.follow()  # what the place held is used up
+        with self.coming.run():
+            signals.tell(FREE, shown.brought, owners)
+        with self.going.run():
+            signals.wait(FREE, shown.brought, readers)
             for piece in pieces:
                 copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
-            signals.meet(BROUGHT, shown.brought, readers, owners)
-        return self._watched(self.copies, "K/V from or for", {*owners, *readers}, index)
+            signals.tell(BROUGHT, shown.brought, readers)
+        with self.coming.run():
+            signals.wait(BROUGHT, shown.brought, owners)
+        return self._watched(self.coming, "K/V from", {*owners}, index)
+
+    def used(self) -> None:
+        readers = {rank for pieces in self.plan.gives for rank in ranks_of(pieces)}
+        self._watched(self.going, "K/V taken by", readers, len(self.plan.steps) - 1)()
+        super().used()
 
     def give_up(self) -> None:
         """After an error ranks may have counted differently, and what one of them tells next could pass for what another still

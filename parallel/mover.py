@@ -30,6 +30,10 @@ class Mover(ABC):
     def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         """The K/V of a step come into the one or the other room; this rank's go to those who want them in that step."""
 
+    def used(self) -> None:
+        """All blocks were: the current stream waits until this rank's K/V, which are the caller's again, have gone out."""
+        self.offered = ()
+
     def give_up(self) -> None:
         """The call ends with an error, in the middle perhaps."""
         self.offered = ()

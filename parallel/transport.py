@@ -21,7 +21,7 @@ import functools
 import math
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -30,11 +30,12 @@ from torch import Tensor
 from kernels.reference import accumulation_dtype
 
 from . import progress
+from .beside import Transfer
 from .groups import Pair
 from .layout import Layout
 from .messages import Messages
 from .mover import Mover
-from .packed import by_rows
+from .packed import Rows, by_rows
 from .plan import Plan, Step
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "copy", "copy_all")
@@ -127,24 +128,32 @@ def _parts(nbytes: int, heads: int, rows: int) -> int:
 
 
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-    """Offers this rank's K/V to the others, then each step with its keys and values. What the next needs travels meanwhile."""
-    steps = mover.plan.steps
-    own = steps[0].pieces[0].rows
-    block = k[:, own], v[:, own]
-    if len(steps) > 1:
-        mover.offer(k, v)
-        most = max(step.num_keys for step in steps[1:])
-        buffers = [mover.room(which, most, k, v) for which in range(min(2, len(steps) - 1))]
-    for index, step in enumerate(steps):
-        if index + 1 == len(steps):
-            yield index, step, *block
-            return
-        following = steps[index + 1]
-        which = index % len(buffers)
-        rows_k, rows_v = (buffer[: following.num_keys] for buffer in buffers[which])
-        coming = mover.fetch(index + 1, which, (rows_k, rows_v))
-        yield index, step, *block
-        progress.hop(index + 1, len(steps) - 1)
-        coming()
-        moved["kv"] += bool(following.pieces)
-        block = by_rows(rows_k), by_rows(rows_v)
+    """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then."""
+    own, *others = mover.plan.steps
+    mine = own.pieces[0].rows
+    if not others:
+        yield 0, own, k[:, mine], v[:, mine]
+        return
+
+    mover.offer(k, v)
+    most = max(step.num_keys for step in others)
+    rooms = [mover.room(which, most, k, v) for which in range(min(2, len(others)))]
+    on_the_way: deque[tuple[Rows, Transfer]] = deque()
+
+    def fetch(index: int) -> None:
+        if index <= len(others):
+            which = (index - 1) % 2
+            k_rows, v_rows = (room[: others[index - 1].num_keys] for room in rooms[which])
+            on_the_way.append(((k_rows, v_rows), mover.fetch(index, which, (k_rows, v_rows))))
+
+    fetch(1)
+    fetch(2)
+    yield 0, own, k[:, mine], v[:, mine]
+    for index, step in enumerate(others, 1):
+        progress.hop(index, len(others))
+        (k_rows, v_rows), arrived = on_the_way.popleft()
+        arrived()
+        moved["kv"] += bool(step.pieces)
+        yield index, step, by_rows(k_rows), by_rows(v_rows)
+        fetch(index + 2)  # to where this step's were
+    mover.used()

@@ -46,10 +46,13 @@ class Machine:
     def wait(self, stream: Stream, event: list[bool]) -> None:
         self.give(lambda: None, lambda: bool(event), stream)
 
-    def run(self) -> None:
+    def run(self, held: bool = False) -> None:
+        """To the end, or as far as streams come while an order is held that is never ready."""
         late = self.random.choice(list(self.queues))
         while waiting := [stream for stream, queue in self.queues.items() if queue]:
             able = [stream for stream in waiting if self.queues[stream][0][1]()]
+            if held and not able:
+                return
             assert able, "all streams wait for each other"
             chosen = self.random.choice([stream for stream in able if stream != late] or able)
             self.queues[chosen].popleft()[0]()

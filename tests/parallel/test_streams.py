@@ -2,13 +2,13 @@
 
 import itertools
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from kernels import Mask, attention
-from parallel import Layout, beside, transport
+from parallel import Layout, beside, ring, transport
 from parallel.copy_engines import CopyEngines
 from parallel.groups import Pair
 from parallel.plan import Plan, make_plan
@@ -72,6 +72,11 @@ def call_of(sequence: Sequence, inputs: list[torch.Tensor], ranks: int, steps_of
     return Call(mask, [[make_plan(layout, mask, rank, blocks) for blocks in ways] for rank in range(ranks)], shards, wanted)
 
 
+def pair_of(seed: int, rank: int) -> Pair:
+    group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda: rank)
+    return Pair(group, group, True, list(range(8)), 1.0)
+
+
 def wrong_by(sequences: list[Sequence], ranks: int, seed: int, steps_of: str, in_memory: bool) -> float:
     """Of three forwards in a row with different inputs, of these sequences in turn, and of three more with their backwards.
 
@@ -83,8 +88,7 @@ def wrong_by(sequences: list[Sequence], ranks: int, seed: int, steps_of: str, in
     results: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     with installed(machine, in_memory):
         for rank in range(ranks):
-            group = SimpleNamespace(group_name=f"{seed} {rank}", rank=lambda rank=rank: rank)
-            pair = Pair(group, group, True, list(range(ranks)), 1.0)
+            pair = pair_of(seed, rank)
             for turn, backward in enumerate([False] * 3 + [True] * 3):
                 machine.current = rank, f"caller {turn % 2 if seed % 2 else 0}"
                 mask, (there, back), (q, k, v, dout) = (x if isinstance(x, Mask) else x[rank] for x in calls[turn % 3][:3])
@@ -126,6 +130,31 @@ def test_sequences_in_turn_are_right(ranks: int, steps_of: str) -> None:
     for seed, in_memory in itertools.product(range(2), (False, True)):
         for sequences in ([EVEN, ODD, WINDOWS], [WINDOWS, EVEN], [ODD, FOUR]):
             assert wrong_by(sequences, ranks, seed, steps_of, in_memory) <= 1e-12
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("late", range(4))
+def test_a_late_reader_holds_up_nobody(late: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose first kernel never ends has no place free for the last step's K/V. The others' kernels go on."""
+    machine, outs = Machine(4, seed), []
+    call = call_of(EVEN, EVEN.inputs(4, seed)[0], 4, "p2p")
+    with installed(machine, False):
+        kernel = ring.block_forward
+
+        def forward(*args: Any, **options: Any) -> None:
+            never = machine.current[0] == late
+            machine.give(lambda: None, lambda: not never)
+            kernel(*args, **options)
+
+        monkeypatch.setattr(ring, "block_forward", forward)
+        for rank in range(4):
+            machine.current = rank, "caller"
+            mover = CopyEngines(pair_of(seed, rank), call.plans[rank][0], torch.device("cpu"))
+            outs.append(ring_forward(*call.shards[rank][:3], call.mask, mover, None, 0, **OPTIONS)[0])
+        monkeypatch.undo()
+    machine.run(held=True)
+    right = [float((out - call.wanted[rank][0]).abs().max()) <= 1e-12 for rank, out in enumerate(outs)]
+    assert right == [rank != late for rank in range(4)]
 
 
 def test_after_an_error_all_that_stands_beside_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
