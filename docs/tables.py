@@ -48,7 +48,8 @@ def attention(result: Result) -> str:
             mine, rivals = ([row for row in good if row and (row["kernel"] in ours) is is_ours] for is_ours in (True, False))
             cells.append(" / ".join(_ratio(f"{way}_tflops", mine, rivals) for way in ("forward", "backward")))
         lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
-    lines += [*_counted(result, columns, measured), *_busy(result, measured), *_each_tile(result)]
+    lines += [*_memory(result, rows, columns, measured), *_counted(result, columns, measured)]
+    lines += [*_busy(result, measured), *_each_tile(result)]
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 
@@ -56,6 +57,20 @@ def _ratio(field: str, mine: list[Result], others: list[Result]) -> str:
     if not mine or not others:
         return "–"
     return f"{max(row[field] for row in mine) / max(row[field] for row in others):.3f}"
+
+
+def _memory(result: Result, rows: dict[tuple[str, str], Result], columns: list[str], labels: dict[str, str]) -> list[str]:
+    """What a call needs beyond inputs, output and gradients, where standard attention, which needs it, was measured too."""
+    fields = "forward_mib", "backward_mib"
+    if not any(row["kernel"] == "standard" and fields[0] in row for row in result["rows"]):
+        return []
+    lines = ["", "| MiB needed, forward / backward | " + " | ".join(labels[kernel] for kernel in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for shape in result["shapes"]:
+        its = [rows.get((shape["name"], kernel), {}) for kernel in columns]
+        cells = _bold([row if fields[0] in row else {} for row in its], fields, min, "{:,.0f}".format)
+        lines.append(f"| {shape['name']} | " + " | ".join(cells) + " |")
+    return lines
 
 
 COUNTED = (("million cycles", "mcycles", "{:.3f}"), ("joules", "joules", "{:.3g}"))

@@ -31,7 +31,7 @@ Count = Callable[[Call, float, float, torch.device], Row]  # of a call that take
 
 def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape, deterministic: bool = False) -> Tensor:
     if backend == "reference":
-        shape.check_dense()
+        shape.check_dense(q.device)
     return attention(q, k, v, mask=mask_of(shape), deterministic=deterministic, backend=backend)
 
 

@@ -219,7 +219,12 @@ ALGORITHMS: dict[str, Callable[[Shape, str, int], Work]] = {
     "triton": lambda shape, way, size: flash("triton", shape, way, size),
     "hopper": lambda shape, way, size: flash("hopper", shape, way, size),
 }
-MEASURED_BY = {"standard": ("sdpa-math", "reference"), "chunked": ("chunked",), "triton": ("triton",), "hopper": ("hopper",)}
+MEASURED_BY = {
+    "standard": ("standard", "sdpa-math", "reference"),
+    "chunked": ("chunked",),
+    "triton": ("triton",),
+    "hopper": ("hopper",),
+}
 KERNELS = [kernel for kernels in MEASURED_BY.values() for kernel in kernels]
 
 

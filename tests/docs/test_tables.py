@@ -67,6 +67,21 @@ def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixtur
     assert (house / "README.md").read_text() == text
 
 
+def test_memory_is_shown_beside_standard_attention(house: Path) -> None:
+    path = house / "docs" / "results" / "attention-h200.json"
+    result = json.loads(path.read_text())
+    assert "MiB" not in tables.attention(result)
+    result["rows"] = [row("a", "standard", 10, 20, forward_mib=4096.4, backward_mib=6144)]
+    result["rows"] += [row("a", "triton", 40, 50, forward_mib=1, backward_mib=64.6)]
+    assert tables.attention(result).splitlines()[4:9] == [
+        "",
+        "| MiB needed, forward / backward | STANDARD | TRITON |",
+        "|---|---|---|",
+        "| a | 4,096 / 6,144 | **1** / **65** |",
+        "| b | – | – |",
+    ]
+
+
 def test_tries_say_what_each_gave() -> None:
     tried = dict(which="forward", what="q in registers", unit="cycles", taken=False, gave={"full": "1.013", "window": "0.967"})
     left_out = dict(which="backward", what="without dq", gave={"16k": "1.09"})

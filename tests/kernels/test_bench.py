@@ -161,9 +161,13 @@ def test_bad_options_name_a_remedy(argv: list[str], remedy: str, capsys: pytest.
     assert remedy in capsys.readouterr().err
 
 
-def test_large_dense_kernels_are_left_out() -> None:
-    with pytest.raises(ValueError, match="GiB of scores"):
-        peers.SHAPES["d128-causal-16k"].check_dense()
+def test_large_dense_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="2 GiB of scores; here it is timed up to 1 GiB"):
+        peers.SHAPES["d128-causal-2k"].check_dense(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    peers.SHAPES["d128-causal-8k"].check_dense(torch.device("cuda"))
+    with pytest.raises(ValueError, match="16 GiB of scores; here it is timed up to 10 GiB"):
+        peers.SHAPES["d128-causal-16k"].check_dense(torch.device("cuda"))
 
 
 def test_names_of_results() -> None:
