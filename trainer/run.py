@@ -222,7 +222,8 @@ class Run:
         room = min(config.evaluate.sample, config.data.length - len(prompt))
         run_layer, self.model.run_layer = self.model.run_layer, memory.plain
         self.model.eval()
-        with self.engine.precision():
+        # The cache counts in Python: layers that are compiled would be compiled again, token by token.
+        with self.engine.precision(), torch.compiler.set_stance("force_eager"):
             out = generate(self.model, prompt, room, config.evaluate.temperature, size=self.tokenizer.size)
         self.model.train()
         self.model.run_layer = run_layer

@@ -120,6 +120,29 @@ def test_what_a_layer_keeps_changes_no_number(
     assert [(x["loss"], x["grad"]) for x in kept] == [(x["loss"], x["grad"]) for x in plain[zero]]
 
 
+def compiled_for_steps_alone(run: Any) -> None:
+    """Its layers are compiled, and what the sample compiles anew is an error."""
+    from torch._dynamo.utils import counters
+
+    for layer in run.model.layers:
+        layer.compile(backend="eager")  # which needs no C++ compiler
+    sample = run._sample
+
+    def then_count() -> str:
+        before = counters["stats"]["unique_graphs"]
+        text = sample()
+        assert 0 < before == counters["stats"]["unique_graphs"]
+        return text
+
+    run._sample = then_count
+
+
+def test_a_sample_compiles_nothing(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "steps=1", "evaluate.sample=4", "evaluate.batches=0", "engine.activations=none"]
+    assert jobs.run_ranks(1, jobs.train, options, compiled_for_steps_alone) == [0]
+    assert "from the bar on the model" in jobs.said
+
+
 def test_wandb_offline_makes_a_run_that_wandb_sync_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     options = [f"runs={tmp_path}", "name=run", "tracking=offline"]
