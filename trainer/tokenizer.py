@@ -23,8 +23,19 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 CL100K_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
+O200K_PATTERN = (
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 # A file of ranks does not say how text is split first, nor where its special tokens are: its size tells which one it is.
-TIKTOKEN = {50256: (GPT2_PATTERN, 50256), 100256: (CL100K_PATTERN, 100257), 128000: (CL100K_PATTERN, 128001)}
+TIKTOKEN = {
+    50256: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # r50k_base
+    50280: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # p50k_base, whose ranks go on behind its end
+    100256: (CL100K_PATTERN, {"<|endoftext|>": 100257}),  # cl100k_base
+    128000: (CL100K_PATTERN, {"<|end_of_text|>": 128001}),  # Llama 3
+    199998: (O200K_PATTERN, {"<|endoftext|>": 199999}),  # o200k_base
+}
 
 
 class Tokenizer(Protocol):
@@ -86,14 +97,19 @@ class Tiktoken:
             raise ValueError(
                 f"tokenizer.path={str(path)!r} is no tiktoken file, whose lines are a token in base64 and its rank: {error}"
             ) from None
-        pattern, self.end = TIKTOKEN.get(len(ranks), (CL100K_PATTERN, len(ranks)))
-        name = end or "<|endoftext|>"
-        self._encoding: Any = tiktoken.Encoding(
-            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={name: self.end}
-        )
-        self.size = self.end + 1
+        if len(ranks) not in TIKTOKEN:
+            raise ValueError(
+                f"tokenizer.path={str(path)!r} has {len(ranks)} ranks; how text is split and ends is known of files with "
+                f"{', '.join(map(str, TIKTOKEN))}; take this one's tokenizer.json: tokenizer.kind=hf"
+            )
+        pattern, special = TIKTOKEN[len(ranks)]
+        if end and end not in special:
+            raise ValueError(f"tokenizer.end={end!r}: in {path} documents end with {' or '.join(special)}; leave it empty")
+        self.end = special[end or next(iter(special))]
+        self._encoding: Any = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self._known = set(ranks.values())
-        self.fingerprint = _fingerprint(path, "tiktoken", end)
+        self.size = max(self._known | set(special.values())) + 1
+        self.fingerprint = _fingerprint(path, "tiktoken", pattern, str(self.end))
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
         texts = [text.decode(errors="replace") for text in documents]

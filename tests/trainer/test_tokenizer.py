@@ -27,12 +27,14 @@ def hf_file(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def tiktoken_file(folder: Path, extra: tuple[bytes, ...] = (b"de", b"def", b" m")) -> Path:
+def tiktoken_file(folder: Path, num: int, gap: int = -1) -> Path:
+    """With as many ranks as a published file has, of tokens that are made up; no token has the rank `gap`."""
     pytest.importorskip("tiktoken")
-    tokens = [bytes([i]) for i in range(256)] + list(extra)
-    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
-    (folder / "tiny.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
-    return folder / "tiny.tiktoken"
+    tokens = [bytes([i]) for i in range(256)] + [b"de", b"def", b" m"]
+    tokens += [b"\xff%d" % i for i in range(len(tokens), num)]
+    lines = [base64.b64encode(token) + b" %d" % (rank + (0 <= gap <= rank)) for rank, token in enumerate(tokens)]
+    (folder / f"{num}.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+    return folder / f"{num}.tiktoken"
 
 
 def check(found: tokenizer.Tokenizer) -> list[np.ndarray]:
@@ -64,10 +66,41 @@ def test_hugging_face(tmp_path: Path) -> None:
         tokenizer.load(Tokenizer(kind="hf", path=str(path), end="<none>"))
 
 
-def test_tiktoken(tmp_path: Path) -> None:
-    found = tokenizer.load(Tokenizer(kind="tiktoken", path=str(tiktoken_file(tmp_path))))
+@pytest.mark.parametrize(
+    ("num", "gap", "end", "size"),
+    [
+        (50256, -1, 50256, 50257),
+        (50280, 50256, 50256, 50281),
+        (100256, -1, 100257, 100258),
+        (128000, -1, 128001, 128002),
+        (199998, -1, 199999, 200000),
+    ],
+)
+def test_a_published_tiktoken_file_is_known_by_its_size(tmp_path: Path, num: int, gap: int, end: int, size: int) -> None:
+    path = str(tiktoken_file(tmp_path, num, gap))
+    found = tokenizer.load(Tokenizer(kind="tiktoken", path=path))
     encoded = check(found)
-    assert found.end == 259 and encoded[0][0] == 257  # "def"
+    assert (found.end, found.size) == (end, size) and encoded[0][0] == 257  # "def"
+    with pytest.raises(ValueError, match=r"tokenizer.end='<none>': .* documents end with <\|end"):
+        tokenizer.load(Tokenizer(kind="tiktoken", path=path, end="<none>"))
+
+
+def test_a_tiktoken_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"300.tiktoken' has 300 ranks; .*50256, .*tokenizer.kind=hf"):
+        tokenizer.load(Tokenizer(kind="tiktoken", path=str(tiktoken_file(tmp_path, 300))))
+
+
+@pytest.mark.parametrize(("name", "num"), [("r50k", 50256), ("p50k", 50280), ("cl100k", 100256), ("o200k", 199998)])
+def test_text_is_split_as_the_library_splits_it(monkeypatch: pytest.MonkeyPatch, name: str, num: int) -> None:
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    regex = pytest.importorskip("regex")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})  # which would ask the network
+    theirs = getattr(public, f"{name}_base")()
+    pattern, special = tokenizer.TIKTOKEN[num]
+    assert special.items() <= theirs["special_tokens"].items()
+    texts = [*TEXTS, "it's IT'S HTMLParser e\u0301 12345 6 ,;\r\n /path//\n\n  x  \n end  ", Path(__file__).read_text()]
+    for text in texts:
+        assert regex.findall(pattern, text) == regex.findall(theirs["pat_str"], text)
 
 
 def test_the_vocabulary_is_the_tokenizers_rounded_up() -> None:
