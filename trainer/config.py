@@ -78,6 +78,7 @@ class Tokenizer:
 
     kind: str = option("bytes", "bytes needs no file", choices=("bytes", "hf", "tiktoken"))
     path: str = option("", "hf: a tokenizer.json, or its folder; tiktoken: a .tiktoken file of ranks")
+    begin: str = option("", "hf, tiktoken: the token that begins a document, and a prompt; empty: none does")
     end: str = option("", "hf, tiktoken: the token that ends a document; empty finds it by its usual names")
 
 

@@ -1,4 +1,4 @@
-"""Text on disk as one long stream of tokens, in which an end token closes each document.
+"""Text on disk as one long stream of tokens, in which an end token closes each document, and one may begin it.
 
 `text` and `stdlib` are tokenized once into a file of the cache, `tokens` are shards that somebody else made. Both are memory
 mapped, so a rank reads only the tokens it asks for; where documents end is an index beside them. Documents stand in the order
@@ -133,13 +133,14 @@ def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype
             places.setdefault(hashlib.blake2b(text, digest_size=16).digest(), (file, begin, size))
     if not places:
         raise ValueError(f"paths={list(source.paths)}: {len(files)} files without any text")
+    begin, end = np.array(tokenizer.begin, dtype), np.array([tokenizer.end], dtype)
     ends, position = [], 0
     with (folder / "tokens.bin").open("wb") as out:
         for documents in _batches(places[digest] for digest in sorted(places)):
             texts = [_read(*place, source.text_key) for place in documents]
             for ids in tokenizer.encode(texts):
-                out.write(np.append(ids, tokenizer.end).astype(dtype).tobytes())
-                position += len(ids) + 1
+                out.write(np.concatenate([begin, ids.astype(dtype), end]).tobytes())
+                position += len(begin) + len(ids) + 1
                 ends.append(position - 1)
     np.save(folder / "ends.npy", np.asarray(ends, np.int64))
 

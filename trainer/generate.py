@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         prompt = next(iter(letters.encode([read(given)]))).tolist()
-        seen = prompt or [letters.end]
+        seen = [*letters.begin, *prompt] or [letters.end]
         num_tokens = given.tokens or fitting(restored.model, len(seen))
         if len(seen) + num_tokens > restored.length:
             print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)

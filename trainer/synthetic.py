@@ -44,15 +44,15 @@ class Answers(NamedTuple):
 class Recall:
     """A fact and a question are one token each, so that one layer of attention can learn to look back within a minute on a CPU.
 
-    Facts stand in the first quarter, questions anywhere behind them. The ids are the tokenizer's highest below its end token:
-    `values` facts for each key, a question for each key, and noise.
+    Facts stand in the first quarter, questions anywhere behind them. The ids are the tokenizer's highest below the tokens
+    that begin and end documents: `values` facts for each key, a question for each key, and noise.
     """
 
     NOISE = 32
 
     def __init__(self, tokenizer: Tokenizer, length: int, keys: int, values: int, facts: float, questions: float) -> None:
         used = keys * values + keys + self.NOISE
-        room = tokenizer.end if tokenizer.end >= used else tokenizer.size
+        room = next((i for i in sorted((*tokenizer.begin, tokenizer.end)) if i >= used), tokenizer.size)
         if used > room:
             raise ValueError(f"keys={keys}, values={values}: they need {used} ids, and the tokenizer has {room}; ask for fewer")
         self.num_facts, self.num_asked = max(keys, int(facts * length)), int(questions * length)
@@ -96,7 +96,8 @@ class Passkey:
         self.dull = self._encode("The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ")
         self.question = self._encode("What is the pass key? The pass key is")
         shortest = length // max(self.SHARES)
-        needed = len(self._fact("8" * digits)) + len(self.question) + digits + 2
+        self.begin = np.array(tokenizer.begin, np.int64)
+        needed = len(self.begin) + len(self._fact("8" * digits)) + len(self.question) + digits + 2
         if shortest < needed:
             raise ValueError(
                 f"passkey: a text of {shortest} tokens has no room for the key and the question, which take {needed}: "
@@ -113,11 +114,11 @@ class Passkey:
         """The tokens of one text, where its fact ends, and where its answer begins."""
         key = "".join(map(str, rng.integers(0, 10, self.digits)))
         fact, answer = self._fact(key), self._encode(" " + key)
-        hay = length - len(fact) - len(self.question) - len(answer) - 1
+        hay = length - len(self.begin) - len(fact) - len(self.question) - len(answer) - 1
         before = int(hay * depth)
         dull = np.resize(self.dull, hay)
-        text = np.concatenate([dull[:before], fact, dull[before:], self.question, answer, [self.tokenizer.end]])
-        return text, before + len(fact) - 1, length - 1 - len(answer)
+        parts = [self.begin, dull[:before], fact, dull[before:], self.question, answer, [self.tokenizer.end]]
+        return np.concatenate(parts), len(self.begin) + before + len(fact) - 1, length - 1 - len(answer)
 
     def sequence(self, rng: np.random.Generator) -> Packed:
         sizes = [self.length // share for share in self.SHARES]

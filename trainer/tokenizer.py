@@ -1,8 +1,9 @@
 """How text becomes tokens and tokens text: bytes, a Hugging Face tokenizer.json, or a tiktoken file of ranks.
 
-All three have one face: `size` (ids are below it), `end` (the id that ends a document), `encode` of many documents at once,
-`decode`, and a `fingerprint` by which cached tokens are told apart. Bytes need nothing. The others import their library only
-when they are chosen, and read a local file: a run never asks the network for a tokenizer.
+All three have one face: `size` (ids are below it), `begin` (the id that begins a document, if one does) and `end` (the one that
+ends it), `encode` of many documents at once, which adds neither, `decode`, and a `fingerprint` by which cached tokens are told
+apart. Bytes need nothing. The others import their library only when they are chosen, and read a local file: a run never asks
+the network for a tokenizer.
 """
 
 import base64
@@ -29,17 +30,19 @@ O200K_PATTERN = (
     r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 # A file of ranks does not say how text is split first, nor where its special tokens are: its size tells which one it is.
+# The first of these tokens is the end.
 TIKTOKEN = {
     50256: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # r50k_base
     50280: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # p50k_base, whose ranks go on behind its end
     100256: (CL100K_PATTERN, {"<|endoftext|>": 100257}),  # cl100k_base
-    128000: (CL100K_PATTERN, {"<|end_of_text|>": 128001}),  # Llama 3
+    128000: (CL100K_PATTERN, {"<|end_of_text|>": 128001, "<|begin_of_text|>": 128000}),  # Llama 3
     199998: (O200K_PATTERN, {"<|endoftext|>": 199999}),  # o200k_base
 }
 
 
 class Tokenizer(Protocol):
     size: int
+    begin: tuple[int, ...]
     end: int
     fingerprint: str
 
@@ -52,6 +55,7 @@ class Bytes:
     """A byte is a token; 256 ends a document."""
 
     size, end, fingerprint = 257, 256, "bytes"
+    begin: tuple[int, ...] = ()
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
         return (np.frombuffer(text, np.uint8) for text in documents)
@@ -61,7 +65,7 @@ class Bytes:
 
 
 class HuggingFace:
-    def __init__(self, path: Path, end: str) -> None:
+    def __init__(self, path: Path, begin: str, end: str) -> None:
         tokenizers = _library("tokenizers", "hf")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
@@ -73,10 +77,13 @@ class HuggingFace:
             raise ValueError(
                 f"tokenizer.end={end!r}: {path} has no token {' or '.join(names)}; name the one that ends a document"
             )
+        if begin and self._tokenizer.token_to_id(begin) is None:
+            raise ValueError(f"tokenizer.begin={begin!r}: {path} has no such token; name one that it has, or none")
+        self.begin = (self._tokenizer.token_to_id(begin),) if begin else ()
         self.end = found[0]
         # Ids may have holes, so the number of tokens is no bound.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.fingerprint = _fingerprint(path, "hf", end)
+        self.fingerprint = _fingerprint(path, "hf", end, *self.begin)
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
         texts = [text.decode(errors="replace") for text in documents]
@@ -88,7 +95,7 @@ class HuggingFace:
 
 
 class Tiktoken:
-    def __init__(self, path: Path, end: str) -> None:
+    def __init__(self, path: Path, begin: str, end: str) -> None:
         tiktoken = _library("tiktoken", "tiktoken")
         try:
             pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
@@ -103,13 +110,15 @@ class Tiktoken:
                 f"{', '.join(map(str, TIKTOKEN))}; take this one's tokenizer.json: tokenizer.kind=hf"
             )
         pattern, special = TIKTOKEN[len(ranks)]
-        if end and end not in special:
-            raise ValueError(f"tokenizer.end={end!r}: in {path} documents end with {' or '.join(special)}; leave it empty")
+        for option, name in (("begin", begin), ("end", end)):
+            if name and name not in special:
+                raise ValueError(f"tokenizer.{option}={name!r}: {path} has {' and '.join(special)}; name one of these, or none")
+        self.begin = (special[begin],) if begin else ()
         self.end = special[end or next(iter(special))]
         self._encoding: Any = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self._known = set(ranks.values())
         self.size = max(self._known | set(special.values())) + 1
-        self.fingerprint = _fingerprint(path, "tiktoken", pattern, str(self.end))
+        self.fingerprint = _fingerprint(path, "tiktoken", pattern, self.end, *self.begin)
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
         texts = [text.decode(errors="replace") for text in documents]
@@ -122,14 +131,14 @@ class Tiktoken:
 def load(options: config.Tokenizer) -> Tokenizer:
     """The tokenizer that the options ask for."""
     if options.kind == "bytes":
-        for name in ("path", "end"):
+        for name in ("path", "begin", "end"):
             if getattr(options, name):
                 raise ValueError(
                     f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?"
                 )
         return Bytes()
     path = file_of(options)
-    return HuggingFace(path, options.end) if options.kind == "hf" else Tiktoken(path, options.end)
+    return (HuggingFace if options.kind == "hf" else Tiktoken)(path, options.begin, options.end)
 
 
 def file_of(options: config.Tokenizer) -> Path:
@@ -174,5 +183,5 @@ def _library(name: str, kind: str) -> Any:
         raise ValueError(f"tokenizer.kind={kind} needs the package {name}: pip install {name}") from None
 
 
-def _fingerprint(path: Path, *options: str) -> str:
+def _fingerprint(path: Path, *options: str | int) -> str:
     return hashlib.blake2b(path.read_bytes() + repr(options).encode(), digest_size=16).hexdigest()

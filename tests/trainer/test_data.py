@@ -293,6 +293,35 @@ def test_passkey_hides_a_number_at_any_depth_of_several_lengths() -> None:
     assert min(depths) < 0.1 and max(depths) > 0.9
 
 
+class Begun(tokenizer.Bytes):
+    """Bytes, with a token that begins a document as in Llama 3: its id is just below the end's."""
+
+    size, begin, end, fingerprint = 602, (600,), 601, "begun"
+
+
+def test_a_document_begins_with_its_token(tmp_path: Path) -> None:
+    found = Dataset(options(tmp_path, held_out=0.0), Begun(), seed=0).sources[0].stream
+    tokens = found.read(np.arange(len(found)))
+    begins = [0, *(found.ends[:-1] + 1)]
+    assert len(found.ends) > 50 and (np.flatnonzero(tokens == 600) == begins).all()
+    assert (np.flatnonzero(tokens == 601) == found.ends[found.ends < len(found)]).all()
+
+
+def test_synthetic_texts_begin_with_it_too_and_recall_leaves_it_alone() -> None:
+    sources = {"passkey": Source(kind="passkey"), "recall": Source(kind="recall")}
+    data = Dataset(Data(length=1024, sources=sources), Begun(), seed=0)
+    for number in range(20):
+        batch, answers = data.windows([(0, number)]), data.sources[0].answers(number)
+        tokens = batch.tokens[0].numpy()
+        ends = np.cumsum(batch.lengths) - 1
+        assert np.flatnonzero(tokens == 600).tolist() == [0, *(ends[:-1] + 1)]
+        assert np.flatnonzero(tokens == 601).tolist() == ends.tolist()
+        for at, fact in zip(answers.at, answers.fact, strict=True):
+            key = BYTES.decode(batch.labels[0, at].tolist())
+            assert BYTES.decode(tokens[: fact + 1].tolist()).endswith(f"{key} is the pass key. ")
+    assert int(data.windows([(1, number) for number in range(64)]).tokens.max()) == 599
+
+
 def test_prefetch_keeps_order_raises_errors_and_ends() -> None:
     made = []
 

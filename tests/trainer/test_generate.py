@@ -133,6 +133,21 @@ def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture
         assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_a_prompt_begins_as_documents_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Begun(Bytes):
+        size, begin = 258, (257,)
+
+    monkeypatch.setattr(restore.Restored, "tokenizer", lambda self: Begun())
+    model = GPT(SHAPE)
+    save(tmp_path, model)
+    for prompt in ("def f", ""):
+        main([f"checkpoint={tmp_path}", f"prompt={prompt}", "tokens=20", "temperature=0", "device=cpu", "ignore_end=true"])
+        ids = generate(model, [257, *prompt.encode()], 20, temperature=0, size=258)
+        assert capsys.readouterr().out == Begun().decode([*prompt.encode(), *ids]) + "\n"
+
+
 def test_a_prompt_comes_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

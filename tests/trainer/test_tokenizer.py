@@ -64,6 +64,12 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert other.end == 1 and other.fingerprint != found.fingerprint
     with pytest.raises(ValueError, match=r"has no token <none>"):
         tokenizer.load(Tokenizer(kind="hf", path=str(path), end="<none>"))
+    begun = tokenizer.load(Tokenizer(kind="hf", path=str(path), begin="<odd>"))
+    assert (found.begin, begun.begin, begun.end) == ((), (1,), 0)
+    assert len({found.fingerprint, other.fingerprint, begun.fingerprint}) == 3
+    assert [ids.tolist() for ids in check(begun)] == [ids.tolist() for ids in encoded]
+    with pytest.raises(ValueError, match=r"tokenizer.begin='<none>': .* has no such token"):
+        tokenizer.load(Tokenizer(kind="hf", path=str(path), begin="<none>"))
 
 
 @pytest.mark.parametrize(
@@ -81,8 +87,15 @@ def test_a_published_tiktoken_file_is_known_by_its_size(tmp_path: Path, num: int
     found = tokenizer.load(Tokenizer(kind="tiktoken", path=path))
     encoded = check(found)
     assert (found.end, found.size) == (end, size) and encoded[0][0] == 257  # "def"
-    with pytest.raises(ValueError, match=r"tokenizer.end='<none>': .* documents end with <\|end"):
-        tokenizer.load(Tokenizer(kind="tiktoken", path=path, end="<none>"))
+    for option in ("begin", "end"):
+        with pytest.raises(ValueError, match=rf"tokenizer.{option}='<none>': .* has <\|end"):
+            tokenizer.load(Tokenizer(kind="tiktoken", path=path, **{option: "<none>"}))
+
+
+def test_llama_3s_begin_is_known(tmp_path: Path) -> None:
+    path = str(tiktoken_file(tmp_path, 128000))
+    found, begun = (tokenizer.load(Tokenizer(kind="tiktoken", path=path, begin=x)) for x in ("", "<|begin_of_text|>"))
+    assert (found.begin, begun.begin, begun.end) == ((), (128000,), 128001) and found.fingerprint != begun.fingerprint
 
 
 def test_a_tiktoken_file_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -132,6 +145,7 @@ def test_a_missing_library_is_named_with_its_remedy(
     ("options", "message"),
     [
         (dict(path="x.json"), "tokenizer.path='x.json': bytes take none"),
+        (dict(begin="<s>"), "tokenizer.begin='<s>': bytes take none"),
         (dict(kind="hf"), "tokenizer.path='': tokenizer.kind=hf needs a file"),
         (dict(kind="tiktoken", path="nowhere"), "tokenizer.path='nowhere'"),
     ],
