@@ -88,7 +88,10 @@ def load(
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides, folders)) from None
     assert isinstance(config, Config)
-    problems = rules.check(config, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size, planning)
+    try:
+        problems = rules.check(config, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size, planning)
+    except OSError as error:  # what it names lies in a folder that may not be looked into
+        problems = [str(error)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Composed(config, overrides, OmegaConf.to_yaml(tree))

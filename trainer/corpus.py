@@ -8,16 +8,19 @@ The stream is a ring: a window that begins near its end goes on at its start. So
 cut the same documents at other places.
 """
 
+import contextlib
 import fcntl
 import functools
 import glob
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -129,8 +132,9 @@ def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype
     # Twice through the text: once for each document's hash and place, once in the order of the hashes.
     places: dict[bytes, tuple[Path, int, int]] = {}
     for file in files:
-        for begin, size, text in _documents(file, source.text_key):
-            places.setdefault(hashlib.blake2b(text, digest_size=16).digest(), (file, begin, size))
+        with _reading(file):
+            for begin, size, text in _documents(file, source.text_key):
+                places.setdefault(hashlib.blake2b(text, digest_size=16).digest(), (file, begin, size))
     if not places:
         raise ValueError(f"paths={list(source.paths)}: {len(files)} files without any text")
     begin, end = np.array(tokenizer.begin, dtype), np.array([tokenizer.end], dtype)
@@ -143,6 +147,15 @@ def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype
                 position += len(begin) + len(ids) + 1
                 ends.append(position - 1)
     np.save(folder / "ends.npy", np.asarray(ends, np.int64))
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """An error names the file, which the system's own does not once the file is open."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _documents(file: Path, text_key: str) -> Iterator[tuple[int, int, bytes]]:
@@ -170,7 +183,7 @@ def _line(line: bytes, text_key: str, where: str) -> bytes:
 
 
 def _read(file: Path, begin: int, size: int, text_key: str) -> bytes:
-    with file.open("rb") as data:
+    with _reading(file), file.open("rb") as data:
         data.seek(begin)
         text = data.read(size)
     return _line(text, text_key, str(file)) if file.suffix == ".jsonl" else text
@@ -229,25 +242,43 @@ def _as_they_are(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 def _cached(cache: str, key: list, make: Callable[[Path], None]) -> Path:
     """The folder of this key; of all processes on this machine one makes it, and the others wait."""
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    root = Path(cache).expanduser()
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f"{name}.lock").open("w")
+        return _made(Path(cache).expanduser(), name, make)
     except OSError as error:
         raise ValueError(f"data.cache={cache!r} is no folder that can be written to: {error}; give another one") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its process dies
-        if not (root / name).exists():
+
+
+def _made(root: Path, name: str, make: Callable[[Path], None]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f"{name}.lock").open("w") as lock:
+        problem = _wait_for(lock)
+        if (root / name).exists():
+            return root / name
+        if problem:
+            print(f"{root}: this file system has no locks ({problem}), so every process tokenizes for itself", flush=True)
+        else:
             for left in root.glob(f"{name}.[0-9]*"):  # by a process that was killed; it may have had this one's number
                 shutil.rmtree(left)
-            new = root / f"{name}.{os.getpid()}"
-            new.mkdir()
-            try:
-                make(new)
-                new.rename(root / name)
-            finally:
-                if new.exists():
-                    for file in new.iterdir():
-                        file.unlink()
-                    new.rmdir()
+        new = root / f"{name}.{os.getpid()}-{platform.node()}"
+        new.mkdir(exist_ok=True)
+        try:
+            make(new)
+            new.rename(root / name)
+        except OSError:
+            if not (root / name).exists():  # by a process that was sooner, where there are no locks
+                raise
+        finally:
+            if new.exists():
+                for file in new.iterdir():
+                    file.unlink()
+                new.rmdir()
     return root / name
+
+
+def _wait_for(lock: IO[str]) -> str:
+    """Until no other process has it; or why nobody can."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its process dies
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

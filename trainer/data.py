@@ -116,7 +116,7 @@ class Dataset:
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
             stream = open_source(source, tokenizer, vocabulary, options.cache)
             return Corpus(stream.part(part == "held_out", options.held_out), self.length, seed)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"data.sources.{name}: {error}") from None
 
     def place(self, sample: int) -> tuple[int, int]:

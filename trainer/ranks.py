@@ -59,12 +59,12 @@ class Ranks:
         return box
 
     def alike(self, make: Callable[[], Any]) -> Any:
-        """What every rank makes by itself; a ValueError is told to all, so that it is said once."""
+        """What every rank makes by itself; a ValueError, or a file's error, is told to all, so that it is said once."""
         made, problem = None, ""
         try:
             made = make()
-        except ValueError as error:
-            problem = str(error)
+        except (OSError, ValueError) as error:
+            problem = str(error) or repr(error)
         told = self.gather(problem)
         if len(set(told)) > 1:
             told = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]

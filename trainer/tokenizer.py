@@ -100,7 +100,7 @@ class Tiktoken:
         try:
             pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer.path={str(path)!r} is no tiktoken file, whose lines are a token in base64 and its rank: {error}"
             ) from None

@@ -97,6 +97,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["engine.offload_activations=true", "engine.activations=none"], 1, ["engine.activations=none"]),
     (["data=text"], 1, ["data.sources.text.paths=[]"]),
     (["data=text", "data.sources.text.paths=[/nowhere]"], 1, ["/nowhere does not exist"]),
+    (["data=text", f"data.sources.text.paths=[/{'n' * 300}]"], 1, ["n" * 300]),  # which no file system can look for
     (["data=tokens", "data.sources.tokens.paths=[README.md]"], 1, ["model.vocabulary"]),
     (["data.sources.stdlib.weight=0", "data.sources.recall.weight=0"], 1, ["every weight is 0"]),
     (["~data.sources.stdlib", "~data.sources.recall"], 1, ["data.sources"]),

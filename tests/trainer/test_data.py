@@ -1,5 +1,6 @@
 """Samples by number: labels, borders, order, slices for ranks, held-out parts, mixtures, caches, and what is refused."""
 
+import errno
 import itertools
 import json
 import os
@@ -381,6 +382,46 @@ def test_no_sources_and_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"data.cache=.*no folder that can be written to"):
         Dataset(Data(sources={"s": Source()}, cache=str(tmp_path / "file" / "below")), BYTES, seed=0)
+
+
+def test_a_full_cache_and_a_file_that_is_closed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def closed(files: list[Path]) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(files[0]))
+
+    with monkeypatch.context() as change, pytest.raises(ValueError, match=r"data.cache=.*No space left.*give another one"):
+        change.setattr(np, "save", full)
+        Dataset(options(tmp_path), BYTES, seed=0)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    monkeypatch.setattr(corpus, "_as_they_are", closed)
+    with pytest.raises(ValueError, match=r"data.sources.text: .*Permission denied: '.*\.txt'"):
+        Dataset(options(tmp_path), BYTES, seed=0)
+
+
+def test_without_locks_every_process_makes_its_own_and_the_first_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def make(folder: Path) -> None:
+        (folder / "made").write_text("whole")
+
+    monkeypatch.setattr(corpus.fcntl, "flock", no_locks)
+    name = corpus._cached(str(tmp_path), ["a"], make).name
+    assert "has no locks (No locks available), so every process tokenizes for itself" in capsys.readouterr().out
+    (tmp_path / name).rename(tmp_path / f"{name}.7")  # another process at work
+
+    def too_late(folder: Path) -> None:
+        make(folder)
+        (tmp_path / f"{name}.7").rename(tmp_path / name)
+        (tmp_path / name / "made").write_text("sooner")
+
+    for _ in range(2):
+        assert (corpus._cached(str(tmp_path), ["a"], too_late) / "made").read_text() == "sooner"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
 
 
 def test_what_a_killed_tokenization_left_is_in_nobodys_way(tmp_path: Path) -> None:

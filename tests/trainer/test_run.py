@@ -17,8 +17,8 @@ from launch import sweep
 from launch.__main__ import workers
 from tests.trainer import jobs, wandb_server
 from tests.trainer.test_resume import lines
-from trainer import restore, rundir, tracking
-from trainer.config import Config
+from trainer import compose, restore, rundir, tracking
+from trainer.config import Config, Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,13 +246,17 @@ def test_a_sweep_tells_of_runs_that_were_killed_or_never_began(tmp_path: Path) -
     ]
 
 
-def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("bad.jsonl", "bad.jsonl:2 is no JSON object"), ("/proc/self/mem", "/proc/self/mem cannot be read: Input/output error")],
+)
+def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path, file: str, says: str) -> None:
     """Also when ranks find it, long after the config was checked."""
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
-    data = ["data=text", f"data.sources.text.paths=[{tmp_path}/bad.jsonl]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
+    data = ["data=text", f"data.sources.text.paths=[{tmp_path / file}]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
     command = [sys.executable, "-m", "launch", "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.count("bad.jsonl:2 is no JSON object") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.count(says) == 1, done.stderr
     assert "Traceback" not in done.stderr and "rank" not in done.stderr
 
 
@@ -373,6 +377,27 @@ def as_started(options: list[str]) -> None:
 def test_what_only_one_rank_finds_wrong_is_said_by_it(tmp_path: Path) -> None:
     assert jobs.run_ranks(2, not_on_this_rank, [f"runs={tmp_path}"])[1] == 2
     assert "rank 1: rank 1 of this machine has no GPU of its own" in jobs.said and "Traceback" not in jobs.said
+
+
+def a_file_fails_here(rank: int) -> None:
+    from trainer import ranks
+
+    among = ranks.Ranks(Config(parallel=Parallel(device="cpu")))
+
+    def make() -> str:
+        if among.rank == rank:
+            raise PermissionError(13, "Permission denied", "secret.txt")
+        return "made"
+
+    try:
+        among.alike(make)
+    except compose.ConfigError as error:
+        print(error)
+
+
+def test_a_file_that_only_one_rank_cannot_read_is_said_on_all() -> None:
+    assert jobs.run_ranks(2, a_file_fails_here, 1) == [0, 0]
+    assert jobs.said.count("rank 1: [Errno 13] Permission denied: 'secret.txt'") == 2
 
 
 def test_the_slurm_script_checks_and_starts_all_ranks(tmp_path: Path) -> None:
