@@ -75,7 +75,8 @@ class Run:
         self.model.rope_frequencies()
         compiled = rules.compiles(config, self.device.type == "cuda")
         memory.install(self.model, config.engine.activations, config.engine.offload_activations, compiled)
-        run_id = self.position.run_id
+        own = source is not None and source.folder.parent == self.folder / "checkpoints"
+        run_id = self.position.run_id if own else ""  # where it only began with another run's weights, that one's curves stay
         self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
         self.position.run_id = ranks.first(self.tracker.run_id)
         self._describe(source)

@@ -163,6 +163,10 @@ def test_wandb_offline_makes_a_run_that_wandb_sync_sends(tmp_path: Path, monkeyp
     assert done.returncode == 0 and done.stderr.count("Finished syncing") == 2, done.stderr
     assert server.runs == {run_id} and server.configs[0]["data"]["value"]["length"] == 150
     check_history(server, lines(tmp_path / "run"), steps=3)
+    other = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002"
+    assert jobs.run_ranks(1, jobs.train, [*options, "name=other", "steps=3", other]) == [0]
+    (file,) = (tmp_path / "other" / "wandb").glob("offline-run-*/*.wandb")
+    assert file.stem != f"run-{run_id}", "a run that begins at another's checkpoint has curves of its own"
 
 
 def test_wandb_online_sends_while_the_run_goes_on(tmp_path: Path) -> None:
