@@ -63,7 +63,8 @@ class Run:
             ranks.alike(lambda: source.check(self._shapes, config.optim.kind))
         values = source.values if source else self._fresh if not config.init_from else ranks.alike(self._converted)
         if ranks.rank == 0:
-            rundir.record(self.folder, composed, ranks.world, _device_name(self.device))
+            step = source.position.step if source else 0
+            rundir.record(self.folder, composed, ranks.world, _device_name(self.device), step)
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
         self.position, self.unsaved = checkpoint.Position(), ""

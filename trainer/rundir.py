@@ -134,8 +134,10 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, part in node.items() for key, value in _flat(part, f"{prefix}.{name}".lstrip(".")).items()}
 
 
-def record(folder: Path, composed: Composed, world: int, device: str) -> None:
+def record(folder: Path, composed: Composed, world: int, device: str, step: int) -> None:
     """What was asked for, with what, once nothing refuses it any more; a resumed run adds a line to starts.jsonl."""
+    if step < composed.config.steps:  # it trains on, or anew, so it is not finished until it says so again
+        (folder / FINISHED).unlink(missing_ok=True)
     (folder / "config.yaml").write_text(composed.yaml)
     start = dict(
         time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with its zone: results are read elsewhere

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer import jobs
 from tests.trainer.test_checkpoint import Alone
-from trainer import checkpoint, safetensors
+from trainer import checkpoint, rundir, safetensors
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -122,6 +122,15 @@ def test_the_same_command_goes_on_and_a_finished_run_is_left_alone(tmp_path: Pat
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     assert jobs.said.count(f"{first.name} is finished; the same starts again beside it") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, first.name + "-2"]
+
+
+@pytest.mark.parametrize("again", ["steps=4", "checkpoint.resume=none"])
+def test_a_finished_run_that_trains_again_and_is_killed_is_not_finished(tmp_path: Path, again: str) -> None:
+    options, finished = [f"runs={tmp_path}", "name=run", "steps=2"], tmp_path / "run" / rundir.FINISHED
+    assert jobs.run_ranks(1, jobs.train, options) == [0] and finished.exists()
+    jobs.run_ranks(1, jobs.train, [*options, again], jobs.kill_after, 3 if again == "steps=4" else 1)
+    assert not finished.exists(), "a sweep would pass it over"
+    assert jobs.run_ranks(1, jobs.train, [*options, again]) == [0] and finished.exists()
 
 
 def in_bf16(options: list[str], *killed_after: int) -> None:
