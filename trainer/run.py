@@ -63,8 +63,7 @@ class Run:
             ranks.alike(lambda: source.check(self._shapes, config.optim.kind))
         values = source.values if source else self._fresh if not config.init_from else ranks.alike(self._converted)
         if ranks.rank == 0:
-            step = source.position.step if source else 0
-            rundir.record(self.folder, composed, ranks.world, _device_name(self.device), step)
+            self._record(composed, source)
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
         self.position, self.unsaved = checkpoint.Position(), ""
@@ -284,9 +283,15 @@ class Run:
                     )
                 path = given
         if self.ranks.rank == 0:
-            says += [f"{name} is now {name}.bad" for name in checkpoint.set_aside(folder, path)]
             print(*says, sep="\n", end="\n" * bool(says), flush=True)
         return checkpoint.Reader(path) if path else None
+
+    def _record(self, composed: Composed, source: checkpoint.Reader | None) -> None:
+        """On rank 0, once nothing refuses the run any more: what was refused leaves the folder as it was."""
+        for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
+            print(f"{name} is now {name}.bad", flush=True)
+        step = source.position.step if source else 0
+        rundir.record(self.folder, composed, self.ranks.world, _device_name(self.device), step)
 
     def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
         """Weights from a folder of Hugging Face safetensors."""

@@ -89,6 +89,16 @@ def test_a_fresh_start_in_a_used_folder_leaves_nothing_of_the_old_weights(tmp_pa
     assert weights(last) != before and weights(Path(f"{last}.bad")) == before
 
 
+def test_a_fresh_start_that_is_refused_leaves_the_checkpoints(tmp_path: Path) -> None:
+    options, empty = [f"runs={tmp_path}", "name=run", "steps=1"], tmp_path / "empty"
+    empty.mkdir()
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    assert jobs.run_ranks(1, jobs.train, [*options, "checkpoint.resume=none", f"init_from={empty}"]) == [1]
+    assert "has no config.json that can be read" in jobs.said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+    assert (tmp_path / "run" / rundir.FINISHED).exists()
+
+
 def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "steps=4", "checkpoint.every=1"]
     assert jobs.run_ranks(1, jobs.train, [*options, "name=first", "steps=1"]) == [0]
