@@ -268,6 +268,11 @@ class Run:
         """The checkpoint to go on from, if there is one. The run's own comes first: a path is where it began."""
         resume, folder, says = self.config.checkpoint.resume, self.folder / "checkpoints", []
         path, damaged = checkpoint.newest(folder, self.ranks) if resume != "none" else (None, [])
+        if not path and resume != "none" and self.ranks.first((self.folder / rundir.FINISHED).exists()):
+            raise ConfigError(
+                f"name={self.config.name}: that run is finished, and nothing is left to go on from or to report on "
+                f"({'; '.join(damaged) or 'it has no checkpoint'}); give another name, or checkpoint.resume=none to train anew"
+            )
         says += [f"{text}; {'the one before it is used' if path else 'there is none before it'}" for text in damaged]
         if resume not in ("auto", "none"):
             given = Path(resume).expanduser().resolve()

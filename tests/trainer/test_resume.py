@@ -143,6 +143,17 @@ def test_a_finished_run_that_trains_again_and_is_killed_is_not_finished(tmp_path
     assert jobs.run_ranks(1, jobs.train, [*options, again]) == [0] and finished.exists()
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again_unasked(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.at_end=false"]
+    assert jobs.run_ranks(1, jobs.train, options) == [0]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    for more in ([], ["steps=3"]):
+        assert jobs.run_ranks(2, jobs.train, [*options, *more]) == [1, 1]
+        assert "that run is finished, and nothing is left to go on from" in jobs.said and "has no checkpoint" in jobs.said
+        assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert jobs.run_ranks(1, jobs.train, [*options, "checkpoint.resume=none"]) == [0]
+
+
 def in_bf16(options: list[str], *killed_after: int) -> None:
     """What GPUs do; the rules refuse it on a CPU, where it is only slow."""
     from trainer import compose, loop
