@@ -27,6 +27,26 @@ def fraction(schedule: Schedule, step: int, steps: int) -> float:
     return schedule.floor + (1 - schedule.floor) * left
 
 
+def jump(old: Config, new: Config, step: int) -> str:
+    """What to say where other steps or another schedule give a run that goes on after `step` a rate far from the one due."""
+    if step >= new.steps or (old.steps, old.schedule) == (new.steps, new.schedule):
+        return ""
+    due = fraction(old.schedule, min(step + 1, old.steps), old.steps)
+    share, before = fraction(new.schedule, step + 1, new.steps), due * old.optim.lr / new.optim.lr
+    if abs(share - before) <= 0.05:  # of the peak: not worth a line
+        return ""
+    told = f"lr goes from {before:.0%} to {share:.0%} of its peak: it is {new.schedule.kind} over {new.steps} steps"
+    if due:  # a rate of 0 cannot be kept
+        rates = f"optim.lr={due * old.optim.lr:.3g}"
+        if new.optim.kind == "muon":
+            rates += f" optim.muon_lr={due * old.optim.muon_lr:.3g}"
+        told += f". schedule=constant schedule.warmup=0 {rates} keeps it where it was"
+    return told + (
+        ". To be extended without a jump, a run begins with schedule=constant, "
+        "or with schedule=wsd and goes on from a checkpoint before its decay"
+    )
+
+
 def groups(named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict[str, Any]]:
     """Matrices decay; norms, biases and sinks do not: a scale has no reason to be small. `peak` is what `fraction` scales.
 

@@ -25,6 +25,7 @@ from .footprint import too_much
 from .generate import generate
 from .mixture import BLOCK
 from .model import GPT, fresh
+from .optim import jump
 from .ranks import Ranks
 from .signals import Signals
 from .watchdog import Watchdog
@@ -296,7 +297,15 @@ class Run:
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is now {name}.bad", flush=True)
         step = source.position.step if source else 0
+        if source and (told := self._jump(source.folder.parent.parent, step)):
+            print(told, flush=True)
         rundir.record(self.folder, composed, self.ranks.world, _device_name(self.device), step)
+
+    def _jump(self, began: Path, step: int) -> str:
+        """Of the learning rate, against what the run had asked for whose checkpoint this is: itself or another."""
+        with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
+            return jump(rundir.config_of(began), self.config, step)
+        return ""
 
     def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
         """Weights from a folder of Hugging Face safetensors."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import Optim, Schedule
-from trainer.optim import fraction, groups
+from trainer.config import Config, Optim, Schedule
+from trainer.optim import fraction, groups, jump
 
 
 def rates(steps: int, **options) -> list[float]:
@@ -31,6 +31,36 @@ def test_edges() -> None:
     assert rates(1, kind="cosine") == [1.0]
     assert rates(5, warmup=5)[-1] == 1.0
     assert len([x for x in rates(50_000, kind="constant") if x < 1]) == 999
+
+
+def asked(steps: int, lr: float = 3e-4, optimizer: str = "adamw", **schedule) -> Config:
+    return Config(steps=steps, optim=Optim(kind=optimizer, lr=lr), schedule=Schedule(**schedule))
+
+
+def test_a_rate_that_jumps_is_told_with_what_keeps_it() -> None:
+    told = jump(asked(100), asked(200), 100)
+    assert "lr goes from 10% to 62% of its peak: it is cosine over 200 steps" in told
+    assert "schedule=constant schedule.warmup=0 optim.lr=3e-05 keeps" in told and "schedule=wsd" in told and "muon" not in told
+    assert jump(asked(100), asked(200, lr=3e-5, kind="constant", warmup=0), 100) == "", "what it named"
+    assert "optim.muon_lr=0.002 keeps" in jump(asked(100, optimizer="muon"), asked(200, optimizer="muon"), 100)
+    assert "from 100% to 50%" in jump(asked(100, kind="constant"), asked(2000, kind="constant"), 100), "a warmup begins again"
+    assert "keeps" not in jump(asked(100, floor=0.0), asked(200, floor=0.0), 100), "no rate is 0"
+    assert "from 10% to 100%" in jump(asked(100), asked(200, kind="wsd"), 100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "step"),
+    [
+        (asked(100), asked(100), 50),
+        (asked(1, kind="constant"), asked(2, kind="constant"), 1),
+        (asked(100), asked(101), 50),
+        (asked(100), asked(50), 60),  # only its report comes
+        (asked(100, kind="constant"), asked(200, kind="constant"), 100),
+        (asked(100, kind="wsd"), asked(200, kind="wsd"), 80),
+    ],
+)
+def test_a_rate_that_hardly_jumps_is_not_told(old: Config, new: Config, step: int) -> None:
+    assert jump(old, new, step) == ""
 
 
 def test_norms_biases_and_sinks_do_not_decay_and_muon_takes_the_layers_matrices() -> None:
