@@ -191,7 +191,8 @@ class Checkpoint:
     keep_every: int = option(0, "a checkpoint whose step is a multiple of this stays for ever; 0: none", least=0)
     resume: str = option(
         "auto",
-        "auto: the newest valid one in the run's folder; none: start afresh; or a path to one, while the folder has none",
+        "auto: the newest valid one in the run's folder; none: start afresh; "
+        "or a path to one, while the folder has none, in place of init_from",
     )
 
 

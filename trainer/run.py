@@ -199,7 +199,8 @@ class Run:
             return "no checkpoint was saved, so it starts anew"
         if self.config.name:
             return f"the same name= goes on after {last.name}"
-        return f"checkpoint.resume={_short(last)} goes on from the last checkpoint"
+        instead = " in place of init_from" * bool(self.config.init_from)
+        return f"checkpoint.resume={_short(last)}{instead} goes on from the last checkpoint"
 
     def last_saved(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
@@ -282,15 +283,21 @@ class Run:
                     f"checkpoint.resume={resume} is not used: {_short(path)} is this run's own; to leave it, take a new name"
                 )
             elif not path:
-                if problems := checkpoint.verify(given, self.ranks):
-                    raise ConfigError(
-                        f"checkpoint.resume={resume}: {'; '.join(problems)}; "
-                        "a checkpoint is a folder runs/NAME/checkpoints/step-…"
-                    )
+                self._check_given(given)
                 path = given
         if self.ranks.rank == 0:
             print(*says, sep="\n", end="\n" * bool(says), flush=True)
         return checkpoint.Reader(path) if path else None
+
+    def _check_given(self, path: Path) -> None:
+        """The checkpoint that this run begins at is whole, and nothing else says what it begins with."""
+        resume, init_from = self.config.checkpoint.resume, self.config.init_from
+        if init_from:
+            raise ConfigError(f"init_from={init_from}, checkpoint.resume={resume}: a run begins with one; leave out the other")
+        if problems := checkpoint.verify(path, self.ranks):
+            raise ConfigError(
+                f"checkpoint.resume={resume}: {'; '.join(problems)}; a checkpoint is a folder runs/NAME/checkpoints/step-…"
+            )
 
     def _record(self, composed: Composed, source: checkpoint.Reader | None) -> None:
         """On rank 0, once nothing refuses the run any more: what was refused leaves the folder as it was."""

@@ -111,6 +111,19 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(tmp_path: P
     assert [line["step"] for line in lines(tmp_path / "second")] == [2, 3, 4]
 
 
+def test_a_run_begins_with_weights_of_one_place(tmp_path: Path) -> None:
+    options, weights = [f"runs={tmp_path}", "steps=1"], tmp_path / "weights"
+    weights.mkdir()
+    assert jobs.run_ranks(1, jobs.train, [*options, "name=first"]) == [0]
+    path = tmp_path / "first" / "checkpoints" / "step-00000001"
+    begun = [options[0], "name=second", f"checkpoint.resume={path}"]
+    assert jobs.run_ranks(2, jobs.train, [*begun, "steps=2", f"init_from={weights}"]) == [1, 1]
+    assert f"init_from={weights}, checkpoint.resume={path}: a run begins with one" in jobs.said
+    assert jobs.run_ranks(1, jobs.train, [*begun, "steps=2"]) == [0]
+    assert jobs.run_ranks(1, jobs.train, [*begun, "steps=3", f"init_from={weights}"]) == [0], "its own checkpoint is there"
+    assert "going on after step 2" in jobs.said
+
+
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
