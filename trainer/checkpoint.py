@@ -6,10 +6,10 @@
         state.json                    step, samples seen, run id, random state, and the model's config
         manifest.json                 every file with its size and SHA-256
 
-Every rank writes its share into step-N.tmp and flushes it to the disk; rank 0 then writes the manifest and renames the
-folder. The rename is the commit: a folder without .tmp is whole, and the newest whole one is the checkpoint. There is no
-pointer file that could point at something else. What a start does not go on from, because it is damaged or of a trajectory
-that was left, is renamed to step-N.bad. Nothing is pickled. All ranks have to see one file system.
+Every rank writes its share into step-N.tmp, behind the reading of the next tensors, and flushes it to the disk; rank 0 then
+writes the manifest and renames the folder. The rename is the commit: a folder without .tmp is whole, and the newest whole one
+is the checkpoint. There is no pointer file that could point at something else. What a start does not go on from, because it is
+damaged or of a trajectory that was left, is renamed to step-N.bad. Nothing is pickled. All ranks have to see one file system.
 """
 
 import base64
@@ -19,7 +19,9 @@ import os
 import random
 import re
 import shutil
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from .ranks import Ranks
 from .safetensors import File, Writer
 
 NAME = re.compile(r"step-(\d{8})$")
+AHEAD = 2**31  # bytes of tensors that may wait for a rank's disk; one that is larger waits alone
 
 
 @dataclass
@@ -85,7 +88,7 @@ def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any
 
 
 def _write_share(tmp: Path, engine: Engine, ranks: Ranks) -> tuple[dict[str, Any], str]:
-    """This rank's tensors: those of every weight that fall to it, so that all write about as much."""
+    """This rank's tensors: those of every weight that fall to it, so that all write about as much, and at the same time."""
     owner = _owners(engine, ranks.world)
     mine = [name for name in engine.names if owner[name] == ranks.rank]
     shapes = {name: (torch.float32, engine.shape(name)) for name in mine}
@@ -98,16 +101,21 @@ def _write_share(tmp: Path, engine: Engine, ranks: Ranks) -> tuple[dict[str, Any
             writers[kind] = Writer(tmp / f"{kind}-{ranks.rank:05d}.safetensors", entries, {})
     except OSError as error:
         problem = _say(error)
+    behind = _Behind()
     for name in engine.names:
         values = engine.read(name)  # a collective: a rank whose disk is full still takes part
         if owner[name] != ranks.rank or problem:
             continue
         try:
-            writers["weights"].add(values["weight"])
+            behind.add(writers["weights"], values["weight"])
             for key in engine.moments(name):
-                writers["moments"].add(values[key])
+                behind.add(writers["moments"], values[key])
         except OSError as error:
             problem = _say(error)
+    try:
+        behind.close()
+    except OSError as error:
+        problem = problem or _say(error)
     try:
         for kind, writer in writers.items():
             if problem:
@@ -118,6 +126,28 @@ def _write_share(tmp: Path, engine: Engine, ranks: Ranks) -> tuple[dict[str, Any
     except OSError as error:
         problem = _say(error)
     return files, problem
+
+
+class _Behind:
+    """Hashes and writes in a thread, in the order given: all ranks wait for a tensor's reading, and none for another's disk."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._given: deque[tuple[int, Future[None]]] = deque()  # bytes of each tensor, and its writing
+
+    def add(self, writer: Writer, tensor: Tensor) -> None:
+        """Waits for room; raises what went wrong with an earlier tensor."""
+        while self._given and (self._given[0][1].done() or sum(size for size, _ in self._given) + tensor.nbytes > AHEAD):
+            self._given.popleft()[1].result()
+        self._given.append((tensor.nbytes, self._thread.submit(writer.add, tensor.cpu())))
+
+    def close(self) -> None:
+        """All is in the files when this returns. If not, it raises why, and nobody writes any more."""
+        try:
+            for _, writing in self._given:
+                writing.result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
 
 
 def _owners(engine: Engine, world: int) -> dict[str, int]:

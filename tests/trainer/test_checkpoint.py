@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer import jobs
 from trainer import checkpoint
@@ -114,8 +116,6 @@ def full_disk(folder: str, rank: int) -> None:
     """The disk of one rank is full from its second tensor on."""
     import errno
 
-    import torch
-
     from trainer import safetensors
 
     original, left = safetensors.Writer.add, [2]
@@ -144,3 +144,64 @@ def test_nothing_in_a_checkpoint_is_pickled(saved: Path) -> None:
         assert path.suffix in (".json", ".safetensors")
         if path.suffix == ".json":
             json.loads(path.read_text())
+
+
+def both_at_once(folder: str) -> None:
+    """No rank's disk goes on before the other's has begun, and a weight is read by both ranks together."""
+    import torch.distributed as dist
+
+    from trainer import safetensors
+
+    original, rank = safetensors.Writer.add, int(os.environ["RANK"])
+
+    def add(self: safetensors.Writer, tensor: torch.Tensor) -> None:
+        (Path(folder) / f"writing-{rank}").touch()
+        until = time.monotonic() + 20
+        while not (Path(folder) / f"writing-{1 - rank}").exists():
+            assert time.monotonic() < until, "the other rank waits for this one's disk"
+            time.sleep(0.01)
+        original(self, tensor)
+
+    def read(self: jobs.FakeEngine, name: str) -> dict[str, torch.Tensor]:
+        dist.barrier()
+        return original_read(self, name)
+
+    original_read, jobs.FakeEngine.read = jobs.FakeEngine.read, read  # type: ignore[method-assign]
+    safetensors.Writer.add = add  # type: ignore[method-assign]
+    jobs.save_fake(folder, [7])
+
+
+def test_ranks_write_at_the_same_time(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, both_at_once, str(tmp_path)) == [0, 0]
+    assert newest(tmp_path) == ("step-00000007", []) and holds(tmp_path, "step-00000007", 7)
+
+
+class SlowWriter:
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        time.sleep(0.01)
+        self.written.append(int(tensor[0]))
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "AHEAD", 100)
+    behind, writer = checkpoint._Behind(), SlowWriter()
+    for number, size in enumerate([30] * 9 + [300] + [30] * 9):  # one is too large to wait with others
+        behind.add(writer, torch.full((size,), number, dtype=torch.uint8))  # type: ignore[arg-type]
+        assert number + 1 - len(writer.written) <= (1 if size > 100 else 3)
+    behind.close()
+    assert writer.written == list(range(19))
+
+
+def test_what_goes_wrong_behind_is_raised() -> None:
+    class Broken(SlowWriter):
+        def add(self, tensor: torch.Tensor) -> None:
+            super().add(tensor)
+            raise ValueError(f"number {int(tensor[0])}")
+
+    behind, writer = checkpoint._Behind(), Broken()
+    behind.add(writer, torch.tensor([1]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="number 1"):
+        behind.close()
