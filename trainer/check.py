@@ -3,9 +3,10 @@
     python -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4
 
 The config is composed and checked as a run would do it. Memory is counted term by term (footprint.py), operations as cost.py
-counts them. Attention's speed is the one that `python -m kernels.bench` measured on such a device (docs/results), or scaled
-from another by their peaks, which is then said; products are taken at a share of the peak. Without `hardware=` the plan is
-for this machine, whose speeds are measured on the spot.
+counts them. What is offloaded has to fit into the host's memory, where that is known: this machine's, or hardware.host_gib.
+Attention's speed is the one that `python -m kernels.bench` measured on such a device (docs/results), or scaled from another by
+their peaks, which is then said; products are taken at a share of the peak. Without `hardware=` the plan is for this machine,
+whose speeds are measured on the spot.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Any
 from . import compose, rules, tokenizer
 from .config import Config
 from .cost import PEAKS, attention_flops, head_dim, parameters, training_flops, visible_pairs
-from .footprint import GIB, RESERVE, fits, footprint, longest, memory_of_machine
+from .footprint import GIB, RESERVE, Footprint, fits, footprint, longest, memory_of_machine
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 PROGRAM = "python -m trainer.check"
@@ -37,6 +38,14 @@ class Machine:
     products: float = 0.0  # operations a second
     attention: tuple[float, float] | None = None  # the same, forward and backward, if measured here
     gpu: bool = True
+    gpus: int = 8  # of one host
+    host: float = math.inf  # bytes of a host's own memory, if known
+
+    def fits(self, found: Footprint, world: int) -> bool:
+        return fits(found.peak, self.memory) and fits(found.on_host, self.host_of_a_rank(world))
+
+    def host_of_a_rank(self, world: int) -> float:
+        return self.host / min(world, self.gpus)
 
 
 # Datasheets: GiB, dense bf16 operations a second, GB/s each way between two GPUs' hosts of one node.
@@ -58,7 +67,8 @@ def machine(config: Config) -> tuple[Machine, int]:
     else:
         found, here = _here(config)
         num = given.gpus or here
-    return replace(found, memory=given.memory_gib * GIB if given.memory_gib else found.memory), num
+    host = given.host_gib * GIB if given.host_gib else found.host
+    return replace(found, memory=given.memory_gib * GIB if given.memory_gib else found.memory, host=host), num
 
 
 def _here(config: Config) -> tuple[Machine, int]:
@@ -71,7 +81,8 @@ def _here(config: Config) -> tuple[Machine, int]:
     properties = torch.cuda.get_device_properties(0)
     known = next((m for m in MACHINES.values() if m.name.split()[-1] in properties.name), None)
     peak, link = (known.peak, known.link) if known else (0.0, 50e9)
-    return Machine(properties.name, properties.total_memory, peak, link, *_measured(config, "cuda")), num
+    here = dict(gpus=num, host=memory_of_machine())
+    return Machine(properties.name, properties.total_memory, peak, link, *_measured(config, "cuda"), **here), num
 
 
 def ranks_here(cpu: bool) -> int:
@@ -181,7 +192,8 @@ def resolve(config: Config) -> Config:
 def remedies(config: Config, world: int, target: Machine) -> list[str]:
     """What would make it fit, each change with the peak that it leads to; the gentlest first."""
     engine, data = config.engine, config.data
-    changes: list[dict[str, Any]] = [{"engine.activations": "attention"}, {"data.micro_batch": 1}, {"engine.zero": 2}]
+    changes: list[dict[str, Any]] = [{"engine.offload_activations": False}, {"engine.offload_optimizer": False}]
+    changes += [{"engine.activations": "attention"}, {"data.micro_batch": 1}, {"engine.zero": 2}]
     changes += [{"engine.zero": 3}, {"engine.activations": "full"}, {"engine.zero": 3, "engine.activations": "full"}]
     changes += [{"engine.zero": 3, "engine.activations": "attention", "engine.offload_activations": True}]
     changes += [{"engine.zero": 3, "engine.activations": "full", "engine.offload_activations": True}]
@@ -200,19 +212,40 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
             continue
         of = {kind: {k.split(".")[1]: v for k, v in given.items() if k.startswith(kind)} for kind in ("engine", "data")}
         tried = replace(config, engine=replace(engine, **of["engine"]), data=replace(data, **of["data"]))
-        peak = footprint(tried, world, target.gpu).peak
-        if fits(peak, target.memory):
+        found = footprint(tried, world, target.gpu)
+        if target.fits(found, world):
             said = " ".join(f"{key}={str(value).lower()}" for key, value in given.items())
-            lines.append(f"  {said}: {peak / GIB:.1f} GiB")
+            lines.append(f"  {said}: {_size(found)}")
     lines = list(dict.fromkeys(lines))  # what is there already makes some of them alike
     ranks = world
     while ranks < 1024 and not lines and target.gpu:
         ranks *= 2
         spread = replace(config, parallel=replace(config.parallel, ring=0, data=1))
-        peak = footprint(spread, ranks, target.gpu).peak
-        if fits(peak, target.memory):
-            lines.append(f"  {ranks} GPUs in one ring: {peak / GIB:.1f} GiB")
+        found = footprint(spread, ranks, target.gpu)
+        if target.fits(found, ranks):
+            lines.append(f"  {ranks} GPUs in one ring: {_size(found)}")
     return lines
+
+
+def _size(found: Footprint) -> str:
+    return f"{found.peak / GIB:.1f} GiB" + (f", and {found.on_host / GIB:.1f} of the host's" if found.offloaded else "")
+
+
+def _host_lines(found: Footprint, world: int, target: Machine) -> list[str]:
+    """What is offloaded, if anything is."""
+    if not found.offloaded:
+        return []
+    ranks = min(world, target.gpus)
+    if target.host == math.inf:
+        verdict = "what a host has is not known: give hardware.host_gib"
+    else:
+        enough = fits(found.on_host, target.host_of_a_rank(world))
+        verdict = (
+            f"of {target.host / GIB:.0f} GiB ({RESERVE:.0%} is left to all else): {'it fits' if enough else 'IT DOES NOT FIT'}"
+        )
+    lines = ["", "offloaded by a rank to its host's memory, GiB"]
+    lines += [f"  {name:24} {size / GIB:8.2f}" for name, size in found.offloaded.items()]
+    return [*lines, f"  {f'all, by {ranks} on a host':24} {ranks * found.on_host / GIB:8.2f}  {verdict}"]
 
 
 def report(config: Config) -> tuple[str, bool]:
@@ -235,12 +268,12 @@ def report(config: Config) -> tuple[str, bool]:
     there = found.moments[found.highest]
     rows = [(name, size, "" if name in there else "not at the peak") for name, size in found.terms.items()]
     lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
-    enough = fits(found.peak, target.memory)
-    verdict = "it fits" if enough else "IT DOES NOT FIT"
+    verdict = "it fits" if fits(found.peak, target.memory) else "IT DOES NOT FIT"
     room = f"of {target.memory / GIB:.0f} GiB ({RESERVE:.0%} is left to the driver, NCCL and gaps), at {found.highest}"
-    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  {room}: {verdict}"]
-    most = longest(config, world, target.memory, target.gpu)
+    lines += [f"  {'peak':24} {found.peak / GIB:8.2f}  {room}: {verdict}", *_host_lines(found, world, target)]
+    most = longest(config, world, target.memory, target.gpu, target.host_of_a_rank(world))
     lines += [f"  the longest sequence that fits: {most:,} tokens" if most else "  no sequence fits, however short"]
+    enough = target.fits(found, world)
     if not enough:
         smaller = "take a smaller model" if target.gpu else "take a smaller model or a shorter sequence"
         lines += [

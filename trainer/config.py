@@ -234,6 +234,7 @@ class Hardware:
     name: str = option("auto", "auto measures this machine", choices=("auto", "h200", "h100", "b200", "a100", "mi300x", "cpu"))
     gpus: int = option(0, "how many; 0: those of this machine", least=0)
     memory_gib: float = option(0.0, "memory of one; 0: what the named one has", least=0)
+    host_gib: float = option(0.0, "memory of a host, for what is offloaded; 0: this machine's, of a named one unknown", least=0)
 
 
 @dataclass

@@ -9,7 +9,8 @@ before the first layer goes backward. The peak is the largest moment. P paramete
                  step; 1 in bf16 keeps its 4·P for ever and reduces them where they are. A tied head's waits for the embedding's
     checkpoints  layers · b·n·dim of inputs; `attention` adds b·n·heads·head_dim + 4·n·heads of (out, lse)
 
-This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them.
+This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them. What is
+offloaded is counted by itself, in the memory of the host, which its ranks share.
 """
 
 import math
@@ -33,6 +34,7 @@ class Footprint:
 
     terms: dict[str, float] = field(default_factory=dict)
     moments: dict[str, list[str]] = field(default_factory=dict)
+    offloaded: dict[str, float] = field(default_factory=dict)  # to the host's memory, for the whole run
 
     def at(self, moment: str) -> float:
         return sum(self.terms[name] for name in self.moments[moment])
@@ -45,6 +47,10 @@ class Footprint:
     @property
     def peak(self) -> float:
         return self.at(self.highest)
+
+    @property
+    def on_host(self) -> float:
+        return sum(self.offloaded.values())
 
 
 def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
@@ -87,7 +93,7 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     if engine.activations == "none":
         checkpoints = model.layers * (inputs + saved_attention + saved_mlp)
     else:
-        checkpoints = inputs * (2 if engine.offload_activations else model.layers)
+        checkpoints = inputs * (2 if engine.offload_activations and gpu else model.layers)
         checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
@@ -134,7 +140,33 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
         "the optimizer's step": ["gradients", "optimizer's step"],
     }.items():
         found.moments[moment] = list(dict.fromkeys([*base, *there]))
+    if gpu:  # a CPU rank has one memory, which is counted above
+        found.offloaded = offloaded(config, inputs, P / shards, b, micro_batches > 1)
     return found
+
+
+def offloaded(config: Config, inputs: float, share: float, b: int, accumulates: bool) -> dict[str, float]:
+    """What a rank has in its host's memory, with inputs of so many bytes a layer and its share of the weights.
+
+    The optimizer's part is DeepSpeed's: ZeRO 1 and 2 keep a copy of the weights that go back to the GPU, and sums of earlier
+    micro-batches in the weights' type; ZeRO 3 has a second buffer of gradients.
+    """
+    engine, found = config.engine, dict[str, float]()
+    if engine.offload_activations:
+        found["checkpoints"] = config.model.layers * pinned(inputs)
+    if engine.offload_parameters:
+        found["weights"] = pinned(b * share)
+    if engine.offload_optimizer and engine.zero == 3:
+        found["optimizer"], found["gradients"] = 12 * share, 2 * pinned(4 * share)
+    elif engine.offload_optimizer:
+        found["optimizer"] = 8 * share + pinned(4 * share) + pinned(b * share)
+        found["gradients"] = pinned(4 * share) + b * share * accumulates
+    return found
+
+
+def pinned(nbytes: float) -> float:
+    """What torch takes for so many bytes that a GPU can reach by itself: a power of two (CachingHostAllocator.h)."""
+    return 2 ** math.ceil(math.log2(nbytes))
 
 
 def fits(peak: float, memory: float) -> bool:
@@ -142,18 +174,27 @@ def fits(peak: float, memory: float) -> bool:
 
 
 def memory_of_machine() -> float:
-    """Bytes of this machine's own memory, which its ranks without GPUs share."""
+    """Bytes of this machine's own memory, which its ranks share for what is not on GPUs."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def host_of_a_rank() -> float:
+    """Its part of that, among those that torchrun has started on this machine."""
+    return memory_of_machine() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str:
     """A warning if a rank is planned to need more memory than it has; otherwise nothing."""
-    found = footprint(config, world, gpu)
-    if fits(found.peak, memory):
+    found, host = footprint(config, world, gpu), host_of_a_rank()
+    needs = []
+    if not fits(found.peak, memory):
+        needs.append(f"need {found.peak / GIB:.1f} GiB (at {found.highest}) and has {memory / GIB:.1f}")
+    if not fits(found.on_host, host):
+        needs.append(f"offload {found.on_host / GIB:.1f} GiB and has {host / GIB:.1f} of this machine's memory")
+    if not needs:
         return ""
-    needed = f"{found.peak / GIB:.1f} GiB (at {found.highest})"
     return (
-        f"memory: a rank is planned to need {needed} and has {memory / GIB:.1f}, so it may run out. "
+        f"memory: a rank is planned to {', and to '.join(needs)}, so it may run out. "
         "python -m trainer.check with the same options says what would fit"
     )
 
@@ -206,14 +247,15 @@ def _parts(numbers: int, heads: int, rows: int) -> int:
     return math.gcd(heads, 4) if 4 * numbers > PART_BYTES * (2 if rows <= SHORT else 1) else 1
 
 
-def longest(config: Config, world: int, memory: float, gpu: bool = True) -> int:
-    """The longest sequence, in multiples of 1024 tokens, whose step fits; 0 if none does."""
+def longest(config: Config, world: int, memory: float, gpu: bool = True, host: float = math.inf) -> int:
+    """The longest sequence, in multiples of 1024 tokens, whose step fits; 0 if none does. `host`: what a rank may offload."""
 
     def holds(length: int) -> bool:
         model = config.model
         rows = length if model.positions == "learned" else 0
         at = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=rows))
-        return fits(footprint(at, world, gpu).peak, memory)
+        found = footprint(at, world, gpu)
+        return fits(found.peak, memory) and fits(found.on_host, host)
 
     if not holds(1024):
         return 0

@@ -1,7 +1,6 @@
 """Looking at single steps: torch.profiler's trace, a snapshot of the GPU's memory, and how much of it is used."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 
 import torch
 
+from . import footprint
 from .config import Debug
 from .cost import PEAKS
-from .footprint import memory_of_machine
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def memory_of_a_rank(device: torch.device) -> float:
     """Bytes: its GPU's, or its part of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return memory_of_machine() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return footprint.host_of_a_rank()
 
 
 def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:

@@ -25,6 +25,10 @@ def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
         problems.append(
             f"hardware.name={config.hardware.name}: only `python -m trainer.check` plans for a machine; leave it out"
         )
+    if config.hardware.host_gib and (config.hardware.name == "cpu" or not on_gpu(config)):
+        problems.append(
+            f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; take hardware.memory_gib"
+        )
     for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))

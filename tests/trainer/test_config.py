@@ -109,6 +109,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["checkpoint.resume=/nowhere"], 1, ["checkpoint.resume=/nowhere"]),
     (["checkpoint.keep_every=5", "checkpoint.every=2"], 1, ["checkpoint.keep_every=5"]),
     (["name=a/b"], 1, ["name=a/b"]),
+    (["hardware=cpu", "hardware.host_gib=100"], 1, ["hardware.host_gib=100", "take hardware.memory_gib"]),
     (["hardware=h200", "engine.precision=bf16"], 1, ["hardware.name=h200: only `python -m trainer.check`"]),
     (["--config-dir"], 1, ["--config-dir takes a folder"]),
     (["--config-dir="], 1, ["--config-dir takes a folder"]),
