@@ -162,7 +162,7 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
 
 
 def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
-    """Seconds of a step by what they are spent on, for documents as long as the sequence."""
+    """Seconds of a step by what they are spent on, for documents as long as the sequence; see `_assumed`."""
     model, engine, data = config.model, config.engine, config.data
     forward, backward, _ = attention_speed(config, target)
     lengths = [data.length] * data.batch
@@ -299,8 +299,25 @@ def report(config: Config) -> tuple[str, bool]:
         f"  {config.steps:,} steps take {_duration(total * config.steps)}; documents shorter than the sequence take less",
         f"  (attention at {speed[0] / 1e12:.4g} forward, {speed[1] / 1e12:.4g} backward TFLOP/s: {speed[2]}; "
         f"products at {target.products / 1e12:.4g})",
+        *_assumed(ring, ulysses, world, target, bool(found.offloaded)),
     ]
     return "\n".join(lines), enough
+
+
+def _assumed(ring: int, ulysses: int, world: int, target: Machine, offloads: bool) -> list[str]:
+    """What of the travel a step's time leaves out."""
+    lines = []
+    if ring > 1:
+        lines.append("  (what travels round the ring, K/V and their gradients, is taken to be hidden by attention)")
+    if ulysses > 1:
+        lines.append("  (the exchange of heads between ulysses ranks is not counted)")
+    if offloads:
+        lines.append("  (the travel of what is offloaded, and the host's work on it, are not counted)")
+    if target.gpu and world > target.gpus:
+        lines.append(
+            f"  (as if all {world} GPUs were of one host, though it has {target.gpus}; between hosts all travel is slower)"
+        )
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What is offloaded needs the host's memory: how much is planned, and what is said where there is less."""
+"""What a plan says of hosts: the memory that is offloaded to, and the travel between them."""
 
 import pytest
 
@@ -66,3 +66,17 @@ def test_a_run_that_offloads_too_much_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert "is planned to offload 16.0 GiB and has 16.0 of this machine's memory, so" in too_much(config, 4, 140 * GIB)
     both = too_much(config, 4, GIB)
     assert "is planned to need" in both and ", and to offload 16.0 GiB" in both
+
+
+def test_a_plan_says_what_travel_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def assumed(*overrides: str) -> list[str]:
+        check.main([*BIG, *overrides])
+        lines = capsys.readouterr().out.splitlines()
+        words = ("hidden by attention", "ulysses ranks", "the host's work", "as if")
+        return [line for line in lines if any(word in line for word in words)]
+
+    ring, heads, offloaded, hosts = assumed("hardware.gpus=16", "parallel.ulysses=2", "engine.offload_activations=true")
+    assert "K/V and their gradients" in ring and "exchange of heads" in heads and "of what is offloaded" in offloaded
+    assert "as if all 16 GPUs were of one host, though it has 8" in hosts
+    assert assumed("hardware.gpus=8") == [ring]
+    assert assumed("hardware.gpus=1", "hardware.memory_gib=1000") == []
