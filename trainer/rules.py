@@ -7,12 +7,36 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Hardware, Model, Rope
+from .config import Config, Hardware, Model, Rope, Source
 from .mixture import shares
 from .tokenizer import Bytes, file_of, only_shards
+
+# An option, its values that have a use for others (none: any above 0), and these others; else they would be ignored.
+USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    ("model.positions", ("rope",), ("rope.base",)),
+    ("model.positions", ("learned",), ("model.max_positions",)),
+    ("rope.kind", ("yarn", "llama3"), ("rope.original_length",)),
+    ("rope.kind", ("yarn",), ("rope.beta_fast", "rope.beta_slow", "rope.attention_factor")),
+    ("rope.kind", ("llama3",), ("rope.low_freq_factor", "rope.high_freq_factor")),
+    ("tokenizer.kind", ("hf", "tiktoken"), ("tokenizer.end",)),
+    ("engine.zero", (1, 2, 3), ("engine.bucket_mb",)),
+    ("engine.zero", (3,), ("engine.prefetch_mb",)),
+    ("optim.kind", ("muon",), ("optim.muon_lr", "optim.muon_momentum")),
+    ("schedule.kind", ("cosine", "linear", "wsd"), ("schedule.floor",)),
+    ("schedule.kind", ("wsd",), ("schedule.decay",)),
+    ("evaluate.batches", (), ("evaluate.every", "evaluate.bins")),
+    ("evaluate.sample", (), ("evaluate.temperature",)),
+)
+USED_ONLY_BY_SOURCES = (
+    ("kind", ("text",), ("text_key",)),
+    ("kind", ("tokens",), ("dtype", "end_token", "header")),
+    ("kind", ("recall",), ("keys", "values", "facts", "questions")),
+    ("kind", ("passkey",), ("digits",)),
+)
 
 
 def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
@@ -29,7 +53,7 @@ def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
         problems.append(
             f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; take hardware.memory_gib"
         )
-    for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
+    for rule in (_unused, _model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))
 
@@ -56,6 +80,28 @@ def check_values(node: Any, prefix: str = "") -> list[str]:
             elif above is not None and number <= above:
                 problems.append(f"{name}={value}: it must be above {above:g}")
     return problems
+
+
+def _unused(config: Config) -> Iterator[str]:
+    yield from _ignored(config, Config(), USED_ONLY_WITH, "")
+    for name, source in config.data.sources.items():
+        yield from _ignored(source, Source(), USED_ONLY_BY_SOURCES, f"data.sources.{name}.")
+
+
+def _ignored(node: Any, usual: Any, table: Any, prefix: str) -> Iterator[str]:
+    """Options that are not as usual, and that nothing here has a use for."""
+    for decides, users, names in table:
+        chosen = attrgetter(decides)(node)
+        if chosen in users or (not users and chosen):
+            continue
+        wanted = f"{prefix}{decides}={' or '.join(map(str, users))}" if users else f"{prefix}{decides} above 0"
+        for name in names:
+            given, left = attrgetter(name)(node), attrgetter(name)(usual)
+            if given != left:
+                yield (
+                    f"{prefix}{name}={given}, {prefix}{decides}={chosen}: only {wanted} has a use for it; "
+                    f"take that, or leave {prefix}{name}={left}"
+                )
 
 
 def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
