@@ -277,6 +277,7 @@ class Generate:
     top_p: float = option(1.0, "draw from the fewest tokens that together are so likely; 1: from all", above=0)
     ignore_end: bool = option(False, "go on behind the token that ends a document")
     seed: int = option(0, "the same seed gives the same text", least=0)
+    samples: int = option(1, "texts that go on from the prompt, which is read once; each has a seed of its own", least=1)
     device: str = option("auto", "auto takes the GPU if there is one", choices=("auto", "cpu", "cuda"))
 
 

@@ -1,10 +1,10 @@
 """Text from a model, token by token, on one rank and with a cache of keys and values.
 
     python -m trainer.generate checkpoint=runs/my-run prompt="def main("
-    python -m trainer.generate checkpoint=runs/my-run prompt_file=book.txt tokens=500
+    python -m trainer.generate checkpoint=runs/my-run prompt_file=book.txt tokens=500 samples=4
 
-The cache is an attention: the model takes attention as an argument, calls it once a layer, and so never learns that this one
-remembers the keys of earlier calls. The prompt runs in one call, every further token in one of its own.
+The prompt runs once, however many texts go on from it, and some thousand tokens at a time, so that a long one needs no more
+memory than its keys and values. Every further token is a call for all texts that are not at their end.
 """
 
 import sys
@@ -15,71 +15,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import Mask
-
 from . import compose, restore
+from .cache import PAGE, Cache, Pages, Text
 from .config import USUAL_TOKENS, Generate, Model
 from .model import GPT
 
+PROMPT_TOKENS = 2**14  # that run at a time
 
-class Cache:
-    """Attention that puts the keys and values of each call behind those of the calls before, layer by layer."""
 
-    def __init__(self, layers: int, length: int, attention: Callable[..., Any] = kernels.attention) -> None:
-        self.layers, self.length, self.attention = layers, length, attention
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.num_tokens, self.layer = 0, 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
-        if len(self.kept) < self.layers:
-            new = (x.new_empty((x.shape[0], self.length, *x.shape[2:])) for x in (k, v))
-            self.kept.append(tuple(new))  # type: ignore[arg-type]
-        end = self.num_tokens + k.shape[1]
-        keys, values = self.kept[self.layer]
-        keys[:, self.num_tokens : end], values[:, self.num_tokens : end] = k, v
-        self.layer += 1
-        if self.layer == self.layers:
-            self.layer, self.num_tokens = 0, end
-        # The last query stands at the last key, so a window or causality means what it meant without a cache.
-        return self.attention(q, keys[:, :end], values[:, :end], mask=mask, **options)
+def generate(
+    model: GPT, prompt: Sequence[int], num_tokens: int, each: Callable[[int], None] = lambda token: None, **how: Any
+) -> list[int]:
+    """How the prompt goes on: one text of `write`."""
+    return write(model, prompt, num_tokens, each=lambda text, token: each(token), **how)[0]
 
 
 @torch.inference_mode()
-def generate(
+def write(
     model: GPT,
     prompt: Sequence[int],
     num_tokens: int,
+    samples: int = 1,
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 1.0,
     stop: Collection[int] = (),
     seed: int = 0,
     size: int | None = None,
-    each: Callable[[int], None] = lambda token: None,
-) -> list[int]:
-    """How the prompt goes on, up to a token of `stop` (which is left out). The same seed gives the same tokens.
+    each: Callable[[int, int], None] = lambda text, token: None,
+) -> list[list[int]]:
+    """How the prompt goes on, in so many texts, each up to a token of `stop` (which is left out). A text's tokens follow from
+    its seed: the first has `seed`, the next `seed` + 1.
 
     Only ids below `size` are drawn: a vocabulary is rounded up, and nothing ever trained its last rows. `each` is told of
     every token as it comes. Under ZeRO 3 all ranks call this together: each layer's weights are gathered for all.
     """
     check(model, prompt, num_tokens, temperature, top_k, top_p)
-    device = model.head.weight.device
     size = size or model.config.vocabulary
-    generator = torch.Generator().manual_seed(seed)
-    cache = Cache(model.config.layers, len(prompt) + num_tokens)
-    seen, out = list(prompt), list[int]()
-    while len(out) < num_tokens:
-        at = torch.arange(cache.num_tokens, cache.num_tokens + len(seen), device=device)
-        tokens = torch.tensor([seen], device=device)
-        logits = model.logits(tokens, at[None], attention=cache, last=True)[0, -1, :size].float().cpu()
-        token = draw(logits, temperature, top_k, top_p, generator)
-        if token in stop:
-            break
-        out.append(token)
-        each(token)
-        seen = [token]
-    return out
+    pages = -(-len(prompt) // PAGE) + samples * (-(-num_tokens // PAGE) + 1)  # at most
+    cache = Cache(model.config.layers, Pages(pages))
+
+    def run(texts: Sequence[Text], tokens: list[list[int]]) -> Tensor:
+        """What each text's next token may be."""
+        first, device = torch.tensor([[text.num_tokens] for text in texts]), model.head.weight.device
+        at = first + torch.arange(len(tokens[0]))
+        with cache.taking(texts, len(tokens[0])):
+            logits = model.logits(torch.tensor(tokens, device=device), at.to(device), attention=cache, last=True)
+        return logits[:, -1, :size].float().cpu()
+
+    text = cache.new_text()
+    for begin in range(0, len(prompt), PROMPT_TOKENS):
+        logits = run([text], [list(prompt[begin : begin + PROMPT_TOKENS])])
+    texts = [text, *(text.fork() for _ in range(samples - 1))]
+    logits = logits.expand(samples, -1)
+    generators = [torch.Generator().manual_seed(seed + index) for index in range(samples)]
+    written: list[list[int]] = [[] for _ in texts]
+    writing = list(range(samples)) if num_tokens else []
+    while writing:
+        for index, row in zip(tuple(writing), logits, strict=True):
+            token = draw(row, temperature, top_k, top_p, generators[index])
+            if token not in stop:
+                written[index].append(token)
+                each(index, token)
+            if token in stop or len(written[index]) == num_tokens:
+                writing.remove(index)
+                texts[index].close()
+        if writing:
+            logits = run([texts[index] for index in writing], [written[index][-1:] for index in writing])
+    return written
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
@@ -153,10 +156,10 @@ def main(argv: list[str] | None = None) -> None:
         num_tokens = given.tokens or fitting(restored.model, len(seen))
         if len(seen) + num_tokens > restored.length:
             print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)
-        shown, ids = letters.decode(prompt) if given.prompt_file else given.prompt, list(prompt)
-        print(given.prompt, end="", flush=True)
+        known = letters.decode(prompt) if given.prompt_file else given.prompt
+        shown, ids = known, list(prompt)
 
-        def show(token: int) -> None:
+        def show(_: int, token: int) -> None:
             """Whole text so far, decoded again: a character may be made of several tokens."""
             nonlocal shown
             ids.append(token)
@@ -165,20 +168,16 @@ def main(argv: list[str] | None = None) -> None:
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
 
-        generate(
-            model,
-            seen,
-            num_tokens,
-            given.temperature,
-            given.top_k,
-            given.top_p,
-            stop=() if given.ignore_end else {letters.end},
-            seed=given.seed,
-            size=letters.size,
-            each=show,
-        )
-        rest = letters.decode(ids)
-        print(rest[len(shown) :] if rest.startswith(shown) else "")
+        how = dict(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed, size=letters.size)
+        how |= dict(stop=() if given.ignore_end else {letters.end}, samples=given.samples)
+        if given.samples == 1:
+            print(given.prompt, end="", flush=True)
+            write(model, seen, num_tokens, each=show, **how)
+            print(letters.decode(ids).removeprefix(shown))
+            return
+        for index, added in enumerate(write(model, seen, num_tokens, **how)):  # as they are written by turns
+            print(f"--- seed={given.seed + index}")
+            print(given.prompt + letters.decode([*prompt, *added]).removeprefix(known))
     except ValueError as error:
         compose.fail("python -m trainer.generate", error)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from kernels import Mask, compat, hopper_backward, hopper_forward, sums
+from kernels import Mask, compat, hopper_backward, hopper_forward, sums, triton_paged
 from kernels.block import Block, Gradients
 from kernels.launches import Launch
 from kernels.triton_backward import backward_launches
@@ -55,7 +55,8 @@ KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkd
 NAMED = [
     f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
 ]
-NAMED += [f"{chip}/{name}/sum_and_cast" for chip in CHIPS for name in EVERYWHERE]
+OTHERS = ("sum_and_cast", "paged_forward")
+NAMED += [f"{chip}/{name}/{kernel}" for chip in CHIPS for name in EVERYWHERE for kernel in OTHERS]
 NAMED += [f"hopper/{name}/attention_forward" for name in GLUON_FORWARD]
 NAMED += [f"hopper/{name}/attention_backward" for name in GLUON_BACKWARD]
 # Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
@@ -151,6 +152,10 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     if not gluon and name in EVERYWHERE:
         total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
         yield sums.launch([sums.Summand(total), sums.Summand(total[:2048], 2048), sums.Summand(total)], k, v)
+        pages = [x.view(LENGTH // 64, 64, kv_heads, width) for x in (k, v)]
+        table, lengths = empty(4, 16, dtype=torch.int32), empty(4, dtype=torch.int32)
+        parts, stats = empty(4, 5, heads, width, dtype=torch.float32), empty(4, 5, heads, dtype=torch.float32)
+        yield triton_paged.launch(q[0, :4], *pages, table, lengths, parts, stats, 2**31 - 1, width**-0.5, 0.0)
 
 
 # One spilled register that was read for each tile made a ring's own block 5 % slower. With these versions none is.
@@ -173,7 +178,7 @@ def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) 
         found.append(f"{kernel['reloads']} spilled registers are read for each tile")
     if "serialized" in kernel["log"]:
         found.append("serialized: products wait for each other")
-    multiplies = "fp32" not in name and not name.endswith("sum_and_cast")
+    multiplies = "fp32" not in name and not name.endswith(OTHERS)  # a tile of 16 rows is too small for a warpgroup's product
     if name.startswith(("sm_90/", "hopper/")) and multiplies and not kernel["warpgroup"]:
         found.append("Hopper's products are not used")
     if kernel["ahead"]:

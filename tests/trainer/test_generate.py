@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer import generate as generating
 from trainer import restore, safetensors, weights
 from trainer.config import USUAL_TOKENS, Model, Rope, Tokenizer
 from trainer.export import main as export_main
-from trainer.generate import draw, fitting, generate, main
+from trainer.generate import draw, fitting, generate, main, write
 from trainer.model import GPT
 from trainer.tokenizer import Bytes
 
@@ -31,6 +32,23 @@ def test_the_cache_gives_what_running_everything_again_gives(changes: dict) -> N
         logits = model.logits(torch.tensor([text]), torch.arange(len(text))[None])
         text.append(int(logits[0, -1].argmax()))
     assert found == text[len(PROMPT) :] and len(set(found)) > 3
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("prompt_tokens", [2**14, 3])
+def test_texts_written_together_are_those_written_alone(
+    changes: dict, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the prompt's pages, one ends before the others, and a prompt may run in pieces."""
+    model = GPT(dataclasses.replace(SHAPE, **changes)).double()
+    alone = [generate(model, PROMPT, 70, seed=seed) for seed in (5, 6, 7)]
+    ended = alone[1][20]
+    alone = [text[: text.index(ended)] if ended in text else text for text in alone]
+    monkeypatch.setattr(generating, "PROMPT_TOKENS", prompt_tokens)
+    told: list[list[int]] = [[], [], []]
+    found = write(model, PROMPT, 70, 3, seed=5, stop={ended}, each=lambda text, token: told[text].append(token))
+    assert found == alone == told and len({len(text) for text in found}) > 1
+    assert write(model, PROMPT, 0, 2) == [[], []]
 
 
 def test_a_seed_repeats_itself_and_another_differs() -> None:
@@ -131,6 +149,18 @@ def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_the_command_prints_several_texts_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT(SHAPE)
+    save(tmp_path, model)
+    main([f"checkpoint={tmp_path}", "prompt=def f", "tokens=20", "device=cpu", "ignore_end=true", "samples=2", "seed=4"])
+    expected = ""
+    for seed in (4, 5):
+        ids = generate(model, list(b"def f"), 20, seed=seed, size=257)
+        text = bytes(i for i in [*b"def f", *ids] if i < 256).decode(errors="replace")
+        expected += f"--- seed={seed}\n{text}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_a_prompt_begins_as_documents_do(
