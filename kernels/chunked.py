@@ -1,8 +1,8 @@
-"""Exact attention in plain PyTorch with O(S) memory (Rabe and Staats 2021): the path for CPUs and for fp64.
+"""Exact attention in plain PyTorch, chunk by chunk, with O(S) memory: the path for CPUs and for fp64.
 
-A chunk of queries walks over the chunks of keys that it can see and carries its softmax from one to the next; the backward
-recomputes each tile's weights from lse. The formulas are the reference's own, a tile at a time, so there is nothing here
-but the walk. Work is proportional to the tiles that the mask leaves, and every sum has a fixed order.
+Chunks are Rabe and Staats' (2021). As in FlashAttention a chunk of queries carries its softmax over the chunks of keys that it
+can see, and the backward recomputes each tile's weights from lse. The formulas are the reference's own, a tile at a time, so
+there is nothing here but the walk. Work is proportional to the tiles that the mask leaves, and every sum has a fixed order.
 """
 
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 
 
 class Mask:
-    """Which keys a query sees. All rules compose; see the module's first lines for their meaning."""
+    """Which keys a query sees. All rules compose, but a prefix and a window; see the module's first lines for their meaning."""
 
     def __init__(
         self,
