@@ -162,6 +162,9 @@ def tiles(result: Result) -> str:
         "| kernel | head dim | tile, warps, stages | TFLOP/s | bytes spilled | measured, wrong, not runnable |",
         "|---|--:|---|--:|--:|---|",
     ]
+    portable = any(isinstance(row["tile"], list) for row in result["rows"])
+    if portable:
+        lines = [lines[0] + " the best by rows kept |", lines[1] + "---|"]
     ok = [row for row in result["rows"] if row["status"] == "ok"]
     for kernel, width in dict.fromkeys((row["kernel"], row["width"]) for row in ok):
         its = [row for row in result["rows"] if (row["kernel"], row["width"]) == (kernel, width)]
@@ -171,6 +174,12 @@ def tiles(result: Result) -> str:
         counts = f"{runs}, {wrong}, {len(its) - runs - wrong}"
         tile = _tile(best["tile"])
         lines.append(f"| {kernel} | {width} | {tile} | {_number(best['tflops'])} | {best['spills']} | {counts} |")
+        if portable:
+            rates: dict[int, float] = {}
+            for row in its:
+                if row["status"] == "ok":
+                    rates[row["tile"][0]] = max(row["tflops"], rates.get(row["tile"][0], 0.0))
+            lines[-1] += " " + ", ".join(f"{kept}: {_number(rates[kept])}" for kept in sorted(rates)) + " |"
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 

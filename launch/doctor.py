@@ -5,6 +5,7 @@ Each finding is one line, with what to do about it. Exit code 0: everything that
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -19,6 +20,10 @@ NEEDED = {"torch": "2.11", "deepspeed": "0.19", "hydra-core": "1.3", "numpy": "1
 OPTIONAL = ["triton", "wandb", "tensorboard", "tokenizers", "tiktoken"]
 OURS = ["kernels", "parallel", "trainer", "launch", "conf"]
 GIB = 2**30
+KERNEL, NVLINK = 6e14, 1e11  # FLOP/s of our kernels on Hopper, and bytes a second that NVLink has at least
+# A causal backward's block of n · n tokens takes 5 n² FLOPs for each column of a query head, and for each of a KV head travel
+# 12 n bytes: 4 of K and V, 8 of their gradients in fp32. (A forward has 2 n² and 4 n.)
+FLOPS_A_BYTE = 5 / 12  # times n
 
 
 class Doctor:
@@ -129,62 +134,91 @@ def gpus(doctor: Doctor) -> None:
 
 
 def links(doctor: Doctor) -> None:
-    """NCCL's ring send between all GPUs at once, which is what ring attention does."""
-    import torch
-
-    num = torch.cuda.device_count() if _version("torch") else 0
+    """From each GPU to the next, all at once, which is what ring attention does."""
+    num = _num_gpus()
     if num < 2:
         doctor.note(f"{num} GPU{'s' * (num != 1)}", "links are measured between two or more")
         return
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num}",
-        "-m",
-        "launch.doctor",
-        "--links",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no answer"
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", "-m", "launch.doctor", "--links"]
+    try:
+        done = subprocess.run([sys.executable, *run], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1] if done.returncode else ""
+        measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    except subprocess.TimeoutExpired:
+        reason, measured = "no answer in 300 seconds", []
+    if reason:
         doctor.bad(
-            f"NCCL between {num} GPUs does not work ({reason})", "NCCL_DEBUG=INFO python -m launch.doctor --links says more"
+            f"{num} GPUs do not reach each other ({reason})", "NCCL_DEBUG=INFO python -m launch.doctor --links says more"
         )
-    for text in done.stdout.splitlines():
-        doctor.good(text)
+    for found in measured:
+        if "error" in found:
+            doctor.note(f"no {found['way']} ({found['error']})", "parallel.transport=p2p needs none")
+        else:
+            doctor.good(f"{found['way']}: {found['speed'] / 1e9:.0f} GB/s of {found['mib']} MiB, all {num} GPUs at once")
+    fastest = max((found["speed"] for found in measured if "speed" in found), default=0.0)
+    if fastest:
+        tokens = KERNEL / FLOPS_A_BYTE / fastest
+        doctor.good(
+            f"travel hides behind attention from some {tokens / 1024:.0f}k tokens a GPU on, with GQA 4:1 from a quarter"
+        )
+        if fastest < NVLINK:
+            doctor.note(
+                "slower than NVLink",
+                "nvidia-smi topo -m shows what is between them; have as many tokens a GPU, or a smaller parallel.ring",
+            )
+
+
+def _num_gpus() -> int:
+    if _version("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def measure_links() -> None:
-    """One rank of the measurement."""
+    """One rank of the measurement. The first prints a line of JSON for each."""
     import torch
     import torch.distributed as dist
+
+    from parallel.copy_engines import shown_by
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    for size in (4, 64, 256):
-        out = torch.empty(size * 2**20, dtype=torch.uint8, device=device)
-        back = torch.empty_like(out)
 
-        def once(out: Any = out, back: Any = back) -> None:
-            ops = [dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, back, (rank - 1) % world)]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
+    def messages(out: Any, back: Any) -> None:
+        ops = [dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, back, (rank - 1) % world)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
 
-        for _ in range(3):
-            once()
-        torch.cuda.synchronize()
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(10):
-            once()
-        torch.cuda.synchronize()
+    def copies(out: Any, back: Any) -> None:
+        shown = shown_by(dist.group.WORLD, device)
+        shown.make_room("links", out.nbytes, device)
+        shown.rows("links", (rank + 1) % world, 0, out.shape, out.dtype).copy_(out)
+
+    def tell(**found: Any) -> None:
         if rank == 0:
-            speed = 10 * size * 2**20 / (time.perf_counter() - began) / 1e9
-            print(f"ring send of {size} MiB, all {world} at once: {speed:.0f} GB/s")
+            print(json.dumps(found), flush=True)
+
+    for way, once in (("messages", messages), ("copy engines", copies)):
+        for mib in (4, 64, 256):
+            out = torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
+            back = torch.empty_like(out)
+            try:
+                for _ in range(3):
+                    once(out, back)
+            except RuntimeError as error:  # on all ranks alike: it is about what this host has
+                tell(way=way, error=str(error).splitlines()[0])
+                break
+            torch.cuda.synchronize()
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(10):
+                once(out, back)
+            torch.cuda.synchronize()
+            tell(way=way, mib=mib, speed=10 * out.nbytes / (time.perf_counter() - began))
     dist.destroy_process_group()
 
 
