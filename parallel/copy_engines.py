@@ -4,14 +4,15 @@ No SM works for a transfer, and nothing is copied to send it. A rank shows up to
 gradients of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
 (`signals`):
 
-    fetch        where K/V come in    tell: the place is free · the owners have brought theirs
-                 where they go out    the readers of my rows have a place free · bring them · tell: brought
+    fetch        where K/V come in         tell: the place is free · the owners have brought theirs
+                 where they go, for each   this reader has a place free · bring it its rows · tell: brought
     part         all have taken what stood there, which was given earlier
     give         tell: given · the readers of my rows have given theirs · take them home · tell: taken
 
-The caller's stream itself waits for the signal of `part` alone, which is past but where another rank is a step behind, for the
-ends of transfers whose rows it uses, and once, behind its last kernel, for all that went out: a reader that is late holds up
-nobody before. No multicast (multimem) is used anywhere.
+What goes to one reader waits for no other: one that is late holds up nobody else. The second step's place is offered when the
+first step's K/V are there, so the two do not share links. The caller's stream itself waits for the signal of `part` alone,
+which is past but where another rank is a step behind, for the ends of transfers whose rows it uses, and once, behind its last
+kernel, for all that went out. No multicast (multimem) is used anywhere.
 """
 
 import math
@@ -96,14 +97,12 @@ class CopyEngines(Mover):
             )
         self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
         self.shown = shown_by(pair.group, device)
+        self.going: dict[int, Beside] = {}  # to each reader
+        self.gone: dict[int, Transfer] = {}  # what was last
 
     @cached_property
     def coming(self) -> Beside:
         return Beside(self.device, "coming")
-
-    @cached_property
-    def going(self) -> Beside:
-        return Beside(self.device, "going")
 
     @cached_property
     def home(self) -> Beside:
@@ -111,8 +110,10 @@ class CopyEngines(Mover):
 
     def offer(self, k: Tensor, v: Tensor) -> None:
         super().offer(k, v)
-        self.shown.caller = self.going.behind(self.shown.caller)
-        self.going.follow()
+        self.shown.caller = self.coming.behind(self.shown.caller)
+        for reader in ranks_of(piece for pieces in self.plan.gives for piece in pieces):
+            self.going[reader] = Beside(self.device, f"going to {reader}")
+            self.going[reader].follow()
 
     def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         self.shown.make_room(f"keys {which}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
@@ -130,23 +131,26 @@ class CopyEngines(Mover):
     def fetch(self, index: int, which: int, into: Rows) -> Transfer:
         # the owners of the step's rows bring them to where `into` is, as I bring mine to their readers
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
-        owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
+        owners = ranks_of(self.plan.steps[index].pieces)
         shown.brought += 1
         self.coming.follow()  # what the place held is used up
         with self.coming.run():
             signals.tell(FREE, shown.brought, owners)
-        with self.going.run():
-            signals.wait(FREE, shown.brought, readers)
-            for piece in pieces:
-                copy(self._keys(which, piece.rank, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
-            signals.tell(BROUGHT, shown.brought, readers)
+        for reader in dict.fromkeys(piece.rank for piece in pieces):
+            with self.going[reader].run():
+                signals.wait(FREE, shown.brought, (reader,))
+                for piece in pieces:
+                    if piece.rank == reader:
+                        copy(self._keys(which, reader, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
+                signals.tell(BROUGHT, shown.brought, (reader,))
+            self.gone[reader] = self._watched(self.going[reader], "K/V taken by", {reader}, index)
         with self.coming.run():
             signals.wait(BROUGHT, shown.brought, owners)
         return self._watched(self.coming, "K/V from", {*owners}, index)
 
     def used(self) -> None:
-        readers = {rank for pieces in self.plan.gives for rank in ranks_of(pieces)}
-        self._watched(self.going, "K/V taken by", readers, len(self.plan.steps) - 1)()
+        for last in self.gone.values():
+            last()
         super().used()
 
     def give_up(self) -> None:

@@ -8,8 +8,8 @@
     other.close()                                                                         its pages are free again
 
 The cache is an attention: a model takes attention as an argument, calls it once a layer, and so never learns that this one
-remembers the keys of earlier calls. Memory is not set aside for as long as a text may become. A page is taken when the one
-before is full, and given back by the last text that has it. Where texts begin alike they have the same pages; who writes into
+remembers the keys of earlier calls. No text has memory set aside for as long as it may become: it takes a page when the one
+before is full, and the last that has a page gives it back. Where texts begin alike they have the same pages; who writes into
 one that others have takes a copy of it (copy on write).
 """
 

@@ -132,12 +132,12 @@ def test_sequences_in_turn_are_right(ranks: int, steps_of: str) -> None:
             assert wrong_by(sequences, ranks, seed, steps_of, in_memory) <= 1e-12
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("late", range(4))
-def test_a_late_reader_holds_up_nobody(late: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose first kernel never ends has no place free for the last step's K/V. The others' kernels go on."""
-    machine, outs = Machine(4, seed), []
-    call = call_of(EVEN, EVEN.inputs(4, seed)[0], 4, "p2p")
+@pytest.mark.parametrize("steps_of", ["p2p", "copy"])
+@pytest.mark.parametrize("ranks, late", [(4, 0), (4, 1), (4, 3), (6, 2), (8, 1), (8, 6)])
+def test_a_late_reader_holds_up_nobody(ranks: int, late: int, steps_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose first kernel never ends has no place free for what comes third. The others' kernels go on."""
+    machine, outs = Machine(ranks, late), []
+    call = call_of(EVEN, EVEN.inputs(ranks, 0)[0], ranks, steps_of)
     with installed(machine, False):
         kernel = ring.block_forward
 
@@ -147,14 +147,14 @@ def test_a_late_reader_holds_up_nobody(late: int, seed: int, monkeypatch: pytest
             kernel(*args, **options)
 
         monkeypatch.setattr(ring, "block_forward", forward)
-        for rank in range(4):
+        for rank in range(ranks):
             machine.current = rank, "caller"
-            mover = CopyEngines(pair_of(seed, rank), call.plans[rank][0], torch.device("cpu"))
+            mover = CopyEngines(pair_of(late, rank), call.plans[rank][0], torch.device("cpu"))
             outs.append(ring_forward(*call.shards[rank][:3], call.mask, mover, None, 0, **OPTIONS)[0])
         monkeypatch.undo()
     machine.run(held=True)
     right = [float((out - call.wanted[rank][0]).abs().max()) <= 1e-12 for rank, out in enumerate(outs)]
-    assert right == [rank != late for rank in range(4)]
+    assert right == [rank != late for rank in range(ranks)]
 
 
 def test_after_an_error_all_that_stands_beside_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
