@@ -24,7 +24,7 @@ PROMPT_TOKENS = 2**14  # that run at a time
 
 
 def generate(
-    model: GPT, prompt: Sequence[int], num_tokens: int, each: Callable[[int], None] = lambda token: None, **how: Any
+    model: GPT, prompt: Sequence[int], num_tokens: int, *, each: Callable[[int], None] = lambda token: None, **how: Any
 ) -> list[int]:
     """How the prompt goes on: one text of `write`."""
     return write(model, prompt, num_tokens, each=lambda text, token: each(token), **how)[0]

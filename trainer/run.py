@@ -227,7 +227,7 @@ class Run:
         self.model.eval()
         # The cache counts in Python: layers that are compiled would be compiled again, token by token.
         with self.engine.precision(), torch.compiler.set_stance("force_eager"):
-            out = generate(self.model, prompt, room, config.evaluate.temperature, size=self.tokenizer.size)
+            out = generate(self.model, prompt, room, temperature=config.evaluate.temperature, size=self.tokenizer.size)
         self.model.train()
         self.model.run_layer = run_layer
         return "A held-out text, and from the bar on the model:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))

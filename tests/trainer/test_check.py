@@ -271,7 +271,7 @@ def test_copy_engines_take_what_is_planned(
     planned += footprint_module.on_their_way(batch, batch * rows, heads, 2 * width, ring, 4, copied=True, doubling=doubling)
     # At the end dk and dv are made, when only one part of the last step, of one block, still comes in.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    blocks = 1 + half + (batch > 1) + 1 / transport.num_parts(plan, k, v)
+    blocks = 1 + half + 1 / transport.num_parts(plan, k, v)
     most = max(planned, 3 * q.nbytes + blocks * (k.nbytes + v.nbytes))
     assert most <= found <= 1.01 * most
 
