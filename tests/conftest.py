@@ -12,9 +12,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
+WITHOUT_RANKS = ("test_streams", "test_generate", "test_cache")  # of tests that take long
+
+
 def needs_machine(item: pytest.Item) -> bool:
     """For its ranks. What takes long and has none is a worker's like any other."""
-    return "kernels" not in item.path.parts and item.path.stem != "test_streams"
+    return "kernels" not in item.path.parts and item.path.stem not in WITHOUT_RANKS
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
