@@ -93,7 +93,7 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
-        _check_options(folder, composed)
+        _check_options(folder, config)
         _say_if_again(folder, config)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
@@ -109,23 +109,30 @@ def _say_if_again(folder: Path, config: Config) -> None:
         )
 
 
-def _check_options(folder: Path, composed: Composed) -> None:
+def _check_options(folder: Path, config: Config) -> None:
     """A named run that goes on with other options says so; one that is over would do nothing, which is not what was meant."""
-    config, before = composed.config, folder / "config.yaml"
-    if config.checkpoint.resume == "none" or not before.exists():
+    if config.checkpoint.resume == "none" or not (folder / "config.yaml").exists():
         return
-    old, new = (_flat(OmegaConf.to_container(OmegaConf.create(text))) for text in (before.read_text(), composed.yaml))
-    keys = [key for key in sorted(old | new) if key.partition(".")[0] in IDENTITY and key not in NOT_IDENTITY]
-    changed = [key for key in keys if old.get(key) != new.get(key)]
-    told = ", ".join(f"{key}={new.get(key)} (was {old.get(key)})" for key in changed[:5]) + ", …" * (len(changed) > 5)
+    changed = _changed(folder, config)
+    told = ", ".join([*changed.values()][:5]) + ", …" * (len(changed) > 5)
     over = (folder / FINISHED).exists() and config.steps <= json.loads((folder / FINISHED).read_text())["steps"]
-    if changed and not over and changed != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
+    if changed and not over and [*changed] != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
         print(f"name={config.name}: goes on with other options: {told}", flush=True)
     if changed and over:
         raise ConfigError(
             f"name={config.name}: that run is finished, and had other options: {told}; "
             "give another name, more steps, or checkpoint.resume=none"
         )
+
+
+def _changed(folder: Path, config: Config) -> dict[str, str]:
+    """Options that make the run what it is and are not as its folder has them: what it has not got, it had as by default."""
+    try:
+        old, new = _flat(asdict(config_of(folder))), _flat(asdict(config))
+    except ValueError as error:  # of a version with options that are gone
+        return {"": str(error)}
+    keys = [key for key in sorted(old | new) if key.partition(".")[0] in IDENTITY and key not in NOT_IDENTITY]
+    return {key: f"{key}={new.get(key)} (was {old.get(key)})" for key in keys if old.get(key) != new.get(key)}
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """No option is ignored: what only some choices have a use for is refused with the others."""
 
+import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -60,3 +61,24 @@ def test_every_such_rule_names_options_and_choices() -> None:
 def test_the_config_of_an_older_run_is_read_whatever_it_ignored(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("schedule: {kind: constant, floor: 0.3}\nevaluate: {batches: 0, every: 5}\n")
     assert rundir.config_of(tmp_path).schedule.floor == 0.3
+
+
+def test_a_run_from_before_an_option_is_not_one_with_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What its folder does not say was as it is by default, and that is what a command without the option asks for."""
+    composed = compose.load(["steps=2", "name=run"], world_size=1)
+    older = re.sub(r"\n +(begin|digits):.*", "", composed.yaml)
+    (tmp_path / "config.yaml").write_text(older)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    rundir._check_options(tmp_path, composed.config)
+    rundir.finish(tmp_path, dict(steps=2))
+    rundir._check_options(tmp_path, composed.config)
+    assert len(composed.yaml.splitlines()) == len(older.splitlines()) + 3 and capsys.readouterr().out == ""
+    other = compose.load(["steps=2", "name=run", "data.sources.recall.keys=9"], world_size=1).config
+    with pytest.raises(compose.ConfigError, match=r"other options: data\.sources\.recall\.keys=9 \(was 8\);"):
+        rundir._check_options(tmp_path, other)
+    (tmp_path / "config.yaml").write_text(older + "gone: 1\n")
+    with pytest.raises(compose.ConfigError, match=r"other options: .*config\.yaml: not a config of this version: .*gone"):
+        rundir._check_options(tmp_path, composed.config)
+    (tmp_path / rundir.FINISHED).unlink()
+    rundir._check_options(tmp_path, composed.config)
+    assert "goes on with other options" in capsys.readouterr().out
