@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
         num_ranks = _ranks(given)
         flags, overrides = compose.split(rest)
-        jobs = _named(compose.sweep(overrides)) if multirun else [overrides]
+        jobs = _named(compose.sweep(overrides, flags.get("config-dir"))) if multirun else [overrides]
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
     given = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]

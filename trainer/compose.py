@@ -68,6 +68,20 @@ def load(
     overrides: list[str], config_dir: str | None = None, world_size: int | None = None, planning: bool = False
 ) -> Composed:
     """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see rules.check."""
+    composed = _composed(overrides, config_dir)
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        problems = rules.check(composed.config, world_size, planning)
+    except OSError as error:  # what it names lies in a folder that may not be looked into
+        problems = [str(error)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return composed
+
+
+def _composed(overrides: list[str], config_dir: str | None) -> Composed:
+    """With types checked, and nothing else yet."""
     overrides = [_in_full(text) for text in overrides]
     parsed = [_parse(text) for text in overrides]
     folders = [CONF]
@@ -88,12 +102,6 @@ def load(
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides, folders)) from None
     assert isinstance(config, Config)
-    try:
-        problems = rules.check(config, int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size, planning)
-    except OSError as error:  # what it names lies in a folder that may not be looked into
-        problems = [str(error)]
-    if problems:
-        raise ConfigError("\n".join(problems))
     return Composed(config, overrides, OmegaConf.to_yaml(tree))
 
 
@@ -126,14 +134,25 @@ def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | 
         fail(program, error)
 
 
-def sweep(overrides: list[str]) -> list[list[str]]:
-    """The jobs of `a=1,2 b=3,4`: every combination, in order."""
+def sweep(overrides: list[str], config_dir: str | None = None) -> list[list[str]]:
+    """The jobs of `a=1,2 b=3,4`: every combination, in order.
+
+    An option that some have a use for is left out of the others, and what then would be one job twice is one. What none has a
+    use for stays in all, and is refused as it would be alone.
+    """
     choices = []
     for override in map(_parse, overrides):
         key = override.input_line.partition("=")[0]
         values = [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_sweep_override() else None
-        choices.append(values or [override.input_line])
-    return [list(job) for job in itertools.product(*choices)]
+        choices.append(list(enumerate(values or [override.input_line])))
+    jobs = list(itertools.product(*choices))
+    unused = [set(rules.unused(_composed([text for _, text in job], config_dir).config)) for job in jobs]
+    of_none = set.intersection(*unused)
+    left = (
+        tuple((number, text) for number, text in job if text.partition("=")[0] not in without - of_none)
+        for job, without in zip(jobs, unused, strict=True)
+    )
+    return [[text for _, text in job] for job in dict.fromkeys(left)]
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:

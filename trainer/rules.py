@@ -53,7 +53,8 @@ def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
         problems.append(
             f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; take hardware.memory_gib"
         )
-    for rule in (_unused, _model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
+    problems += filter(None, unused(config).values())
+    for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
     return problems or list(_split_of_ranks(config, world_size))
 
@@ -82,14 +83,15 @@ def check_values(node: Any, prefix: str = "") -> list[str]:
     return problems
 
 
-def _unused(config: Config) -> Iterator[str]:
-    yield from _ignored(config, Config(), USED_ONLY_WITH, "")
+def unused(config: Config) -> dict[str, str]:
+    """Options that nothing here has a use for, each with what to say of it if it is not as by default."""
+    found = dict(_ignored(config, Config(), USED_ONLY_WITH, ""))
     for name, source in config.data.sources.items():
-        yield from _ignored(source, Source(), USED_ONLY_BY_SOURCES, f"data.sources.{name}.")
+        found |= _ignored(source, Source(), USED_ONLY_BY_SOURCES, f"data.sources.{name}.")
+    return found
 
 
-def _ignored(node: Any, usual: Any, table: Any, prefix: str) -> Iterator[str]:
-    """Options that are not as usual, and that nothing here has a use for."""
+def _ignored(node: Any, usual: Any, table: Any, prefix: str) -> Iterator[tuple[str, str]]:
     for decides, users, names in table:
         chosen = attrgetter(decides)(node)
         if chosen in users or (not users and chosen):
@@ -97,11 +99,11 @@ def _ignored(node: Any, usual: Any, table: Any, prefix: str) -> Iterator[str]:
         wanted = f"{prefix}{decides}={' or '.join(map(str, users))}" if users else f"{prefix}{decides} above 0"
         for name in names:
             given, left = attrgetter(name)(node), attrgetter(name)(usual)
-            if given != left:
-                yield (
-                    f"{prefix}{name}={given}, {prefix}{decides}={chosen}: only {wanted} has a use for it; "
-                    f"take that, or leave {prefix}{name}={left}"
-                )
+            told = (
+                f"{prefix}{name}={given}, {prefix}{decides}={chosen}: only {wanted} has a use for it; "
+                f"take that, or leave {prefix}{name}={left}"
+            )
+            yield prefix + name, told * (given != left)
 
 
 def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:

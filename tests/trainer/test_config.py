@@ -252,6 +252,23 @@ def test_a_sweep_is_every_combination() -> None:
     ]
 
 
+def test_an_option_of_a_sweep_goes_to_the_jobs_that_have_a_use_for_it() -> None:
+    assert compose.sweep(["optim=adamw,muon", "optim.muon_lr=0.01,0.02", "seed=1"]) == [
+        ["optim=adamw", "seed=1"],
+        ["optim=muon", "optim.muon_lr=0.01", "seed=1"],
+        ["optim=muon", "optim.muon_lr=0.02", "seed=1"],
+    ]
+    assert compose.sweep(["seed=1,1"]) == [["seed=1"], ["seed=1"]], "who asks for it twice gets it twice"
+    jobs = compose.sweep(["schedule=cosine,wsd,constant", "schedule.decay=0.1", "schedule.floor=0.2"])
+    assert [len(compose.load(job, world_size=1).overrides) for job in jobs] == [2, 3, 1]
+
+
+def test_what_no_job_of_a_sweep_has_a_use_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--ranks=1", "--multirun", "schedule=cosine,linear", "schedule.decay=0.1"])
+    assert stop.value.code == 2 and "only schedule.kind=wsd has a use for it" in capsys.readouterr().err
+
+
 SHARDS = ["data=tokens", "data.sources.tokens.paths=[README.md]", "model.vocabulary=64"]
 
 
