@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import rules
 from .config import Config, Optim, Schedule
+from .tracking import rate
 
 MAX_WARMUP = 1000  # a tenth of the steps, and at most so many: AdamW's averages know no more by then
 
@@ -32,15 +35,18 @@ def jump(old: Config, new: Config, step: int) -> str:
     if step >= new.steps or (old.steps, old.schedule) == (new.steps, new.schedule):
         return ""
     due = fraction(old.schedule, min(step + 1, old.steps), old.steps)
-    share, before = fraction(new.schedule, step + 1, new.steps), due * old.optim.lr / new.optim.lr
-    if abs(share - before) <= 0.05:  # of the peak: not worth a line
+    before, after = due * old.optim.lr, fraction(new.schedule, step + 1, new.steps) * new.optim.lr
+    if abs(after - before) <= 0.05 * new.optim.lr:  # not worth a line
         return ""
-    told = f"lr goes from {before:.0%} to {share:.0%} of its peak: it is {new.schedule.kind} over {new.steps} steps"
+    told = f"lr goes from {rate(before)} to {rate(after)}: it is {new.schedule.kind} over {new.steps} steps"
     if due:  # a rate of 0 cannot be kept
-        rates = f"optim.lr={due * old.optim.lr:.3g}"
+        rates = f"optim.lr={before:.3g}"
         if new.optim.kind == "muon":
             rates += f" optim.muon_lr={due * old.optim.muon_lr:.3g}"
-        told += f". schedule=constant schedule.warmup=0 {rates} keeps it where it was"
+        constant = replace(new, schedule=replace(new.schedule, kind="constant"))
+        refused = [name for name, why in rules.unused(constant).items() if why and name.startswith("schedule.")]
+        without = f", without {' and '.join(refused)}," * bool(refused)
+        told += f". schedule=constant schedule.warmup=0 {rates}{without} keeps it where it was"
     return told + (
         ". To be extended without a jump, a run begins with schedule=constant, "
         "or with schedule=wsd and goes on from a checkpoint before its decay"

@@ -145,9 +145,9 @@ class Clock:
 
 def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
     """step 9/90  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU (3.5×)  38.2 GiB (27%)  ETA 2h14m"""
-    rate = f"{values['lr']:.1e}".replace("e-0", "e-")
-    parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {values['loss']:.3f}", f"grad {values['grad']:.2f}", f"lr {rate}"]
-    parts += [f"{short(values['tokens_per_s'])} tok/s", f"{values['tflops']:.3g} TFLOP/s" + "/GPU" * ("mfu" in values)]
+    parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {values['loss']:.3f}", f"grad {values['grad']:.2f}"]
+    parts += [f"lr {rate(values['lr'])}", f"{short(values['tokens_per_s'])} tok/s"]
+    parts.append(f"{values['tflops']:.3g} TFLOP/s" + "/GPU" * ("mfu" in values))
     if "mfu" in values:
         parts.append(f"{100 * values['mfu']:.1f}% MFU (3.5×)")  # cost.py: attention counted as its kernels run
     if "gib" in values:
@@ -166,6 +166,11 @@ def duration(seconds: float) -> str:
         return f"{minutes}m{seconds % 60:02d}s"
     hours = minutes // 60
     return f"{hours}h{minutes % 60:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def rate(lr: float) -> str:
+    """3.0e-4"""
+    return f"{lr:.1e}".replace("e-0", "e-")
 
 
 def short(number: float) -> str:

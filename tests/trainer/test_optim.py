@@ -1,9 +1,12 @@
 """The learning rate of each step, and who decays."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from trainer import compose
 from trainer.config import Config, Optim, Schedule
 from trainer.optim import fraction, groups, jump
 
@@ -39,13 +42,26 @@ def asked(steps: int, lr: float = 3e-4, optimizer: str = "adamw", **schedule) ->
 
 def test_a_rate_that_jumps_is_told_with_what_keeps_it() -> None:
     told = jump(asked(100), asked(200), 100)
-    assert "lr goes from 10% to 62% of its peak: it is cosine over 200 steps" in told
+    assert "lr goes from 3.0e-5 to 1.9e-4: it is cosine over 200 steps" in told
     assert "schedule=constant schedule.warmup=0 optim.lr=3e-05 keeps" in told and "schedule=wsd" in told and "muon" not in told
-    assert jump(asked(100), asked(200, lr=3e-5, kind="constant", warmup=0), 100) == "", "what it named"
     assert "optim.muon_lr=0.002 keeps" in jump(asked(100, optimizer="muon"), asked(200, optimizer="muon"), 100)
-    assert "from 100% to 50%" in jump(asked(100, kind="constant"), asked(2000, kind="constant"), 100), "a warmup begins again"
+    warm = jump(asked(100, kind="constant"), asked(2000, kind="constant"), 100)
+    assert "from 3.0e-4 to 1.5e-4" in warm, "a warmup begins again"
     assert "keeps" not in jump(asked(100, floor=0.0), asked(200, floor=0.0), 100), "no rate is 0"
-    assert "from 10% to 100%" in jump(asked(100), asked(200, kind="wsd"), 100)
+    assert "from 3.0e-5 to 3.0e-4" in jump(asked(100), asked(200, kind="wsd"), 100)
+    assert "from 3.0e-4 to 6.2e-5" in jump(asked(100, kind="constant"), asked(200, lr=1e-4), 100), (
+        "of another run, with its peak"
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["schedule.floor=0.3"], ["schedule=wsd", "schedule.decay=0.5", "schedule.floor=0.3"]])
+def test_what_is_said_to_keep_a_rate_is_taken_and_keeps_it(more: list[str]) -> None:
+    old, new = (compose.load([f"steps={steps}", *more], world_size=1).config for steps in (100, 200))
+    (advice,) = re.findall(r"\. (schedule=constant .*?) keeps it", told := jump(old, new, 100))
+    keeping, _, without = advice.partition(", without ")
+    left = [text for text in more if text.partition("=")[0] not in [*re.findall(r"[\w.]+\.\w+", without), "schedule"]]
+    taken = compose.load(["steps=200", *left, *keeping.split()], world_size=1).config
+    assert jump(old, taken, 100) == "", told
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,10 @@ def test_who_extends_a_run_is_told_where_its_rate_jumps(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run"]
     assert jobs.run_ranks(1, jobs.train, [*options, "steps=2"]) == [0] and "lr goes" not in jobs.said
     assert jobs.run_ranks(2, jobs.train, [*options, "steps=4"]) == [0, 0]
-    assert jobs.said.count("lr goes from 10% to 23% of its peak") == 1
+    assert jobs.said.count("lr goes from 3.0e-4 to 7.0e-4") == 1
     assert jobs.run_ranks(1, jobs.train, [*options, "steps=4"]) == [0] and "lr goes" not in jobs.said
     begun = ["name=other", f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002", "steps=8"]
-    assert jobs.run_ranks(1, jobs.train, [options[0], *begun]) == [0] and "lr goes from 23% to 72% of its peak" in jobs.said
+    assert jobs.run_ranks(1, jobs.train, [options[0], *begun]) == [0] and "lr goes from 7.0e-4 to 2.2e-3" in jobs.said
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_trained_again_unasked(tmp_path: Path) -> None:
