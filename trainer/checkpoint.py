@@ -244,31 +244,34 @@ def _set_aside(path: Path) -> None:
 
 
 def verify(path: Path, ranks: Ranks) -> list[str]:
-    """What is wrong with a checkpoint: each file that is missing, cut short or changed."""
+    """What is wrong with a checkpoint: each file that is missing, cut short, changed or cannot be read."""
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
-    except FileNotFoundError:
-        files, mine = {}, ["manifest.json is missing"]
-    except (ValueError, KeyError, TypeError):
-        files, mine = {}, ["manifest.json is not readable"]
-    else:
         mine = [text for name in sorted(files)[ranks.rank :: ranks.world] if (text := _verify_file(path / name, files[name]))]
+    except OSError as error:
+        mine = [_unread("manifest.json", error)]
+    except (ValueError, KeyError, TypeError):
+        mine = ["manifest.json is not readable"]
     return sorted({text for part in ranks.gather(mine) for text in part})
 
 
 def _verify_file(path: Path, entry: dict[str, Any]) -> str:
     try:
         size = path.stat().st_size
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    if size != entry["size"]:
-        return (
-            f"{path.name} is cut short: {size} bytes of {entry['size']}" if size < entry["size"] else f"{path.name} has grown"
-        )
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-            return f"{path.name} has changed since it was written (its SHA-256 differs)"
+        if size < entry["size"]:
+            return f"{path.name} is cut short: {size} bytes of {entry['size']}"
+        if size > entry["size"]:
+            return f"{path.name} has grown"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                return f"{path.name} has changed since it was written (its SHA-256 differs)"
+    except OSError as error:
+        return _unread(path.name, error)
     return ""
+
+
+def _unread(name: str, error: OSError) -> str:
+    return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read: {error.strerror or error}"
 
 
 def _prune(folder: Path, options: Options) -> None:

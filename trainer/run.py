@@ -63,8 +63,7 @@ class Run:
         if source:
             ranks.alike(lambda: source.check(self._shapes, config.optim.kind))
         values = source.values if source else self._fresh if not config.init_from else ranks.alike(self._converted)
-        if ranks.rank == 0:
-            self._record(composed, source)
+        ranks.alike(partial(self._record, composed, source))
         self.engine = Engine(config, self._build, values, self.device, self.accumulation)
         self.model: GPT = self.engine.module
         self.position, self.unsaved = checkpoint.Position(), ""
@@ -287,7 +286,7 @@ class Run:
                 path = given
         if self.ranks.rank == 0:
             print(*says, sep="\n", end="\n" * bool(says), flush=True)
-        return checkpoint.Reader(path) if path else None
+        return self.ranks.alike(partial(checkpoint.Reader, path)) if path else None
 
     def _check_given(self, path: Path) -> None:
         """The checkpoint that this run begins at is whole, and nothing else says what it begins with."""
@@ -301,12 +300,14 @@ class Run:
 
     def _record(self, composed: Composed, source: checkpoint.Reader | None) -> None:
         """On rank 0, once nothing refuses the run any more: what was refused leaves the folder as it was."""
-        for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
-            print(f"{name} is now {name}.bad", flush=True)
+        if self.ranks.rank:
+            return
         step = source.position.step if source else 0
         if source and (told := self._jump(source.folder.parent.parent, step)):
             print(told, flush=True)
         rundir.record(self.folder, composed, self.ranks.world, _device_name(self.device), step)
+        for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
+            print(f"{name} is now {name}.bad", flush=True)
 
     def _jump(self, began: Path, step: int) -> str:
         """Of the learning rate, against what the run had asked for whose checkpoint this is: itself or another."""

@@ -145,7 +145,9 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int)
     """What was asked for, with what, once nothing refuses it any more; a resumed run adds a line to starts.jsonl."""
     if step < composed.config.steps:  # it trains on, or anew, so it is not finished until it says so again
         (folder / FINISHED).unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(composed.yaml)
+    part = folder / "config.yaml.part"
+    part.write_text(composed.yaml)
+    os.replace(part, folder / "config.yaml")  # a full disk leaves the one before
     start = dict(
         time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with its zone: results are read elsewhere
         overrides=composed.overrides,

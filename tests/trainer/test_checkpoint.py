@@ -83,11 +83,22 @@ def damage(path: Path, how: str) -> None:
         data = bytearray(path.read_bytes())
         data[-100] ^= 4
         path.write_bytes(data)
+    elif how == "unreadable":
+        path.unlink()
+        path.symlink_to(path.name)
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("missing", "is missing"), ("truncated", "is cut short: "), ("flipped", "has changed since it was written")],
+    [
+        ("missing", "is missing"),
+        ("truncated", "is cut short: "),
+        ("flipped", "has changed since it was written"),
+        ("unreadable", "cannot be read: Too many levels of symbolic links"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["weights-00001", "moments-00000"])
 def test_damage_is_told_apart_named_and_survived(saved: Path, kind: str, how: str, message: str) -> None:
@@ -105,6 +116,14 @@ def test_a_damaged_manifest_and_state_are_named(saved: Path) -> None:
     assert "manifest.json is not readable" in problems[0] and "state.json is cut short" in problems[1]
     damage(saved / "step-00000001" / "manifest.json", "missing")
     assert newest(saved)[0] is None
+
+
+@pytest.mark.parametrize(("how", "why"), [("unreadable", "Too many levels"), ("a folder", "Is a directory")])
+def test_a_manifest_that_cannot_be_read_is_damage(saved: Path, how: str, why: str) -> None:
+    """And no error of one rank alone, for which the others would wait."""
+    damage(saved / "step-00000003" / "manifest.json", how)
+    name, (problem,) = newest(saved)
+    assert name == "step-00000002" and f"step-00000003 is damaged: manifest.json cannot be read: {why}" in problem
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

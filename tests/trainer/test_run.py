@@ -359,6 +359,12 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2 and "terminate" not in done.stderr, done.stderr
 
 
+def test_what_a_start_cannot_write_down_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "run" / "starts.jsonl").mkdir(parents=True)
+    assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
+    assert jobs.said.count(f"Is a directory: '{tmp_path}/run/starts.jsonl'") == 1 and "Traceback" not in jobs.said
+
+
 def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=1"]
     assert jobs.run_ranks(1, as_started, options) == [0]
