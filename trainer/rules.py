@@ -22,12 +22,14 @@ USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("rope.kind", ("yarn", "llama3"), ("rope.original_length",)),
     ("rope.kind", ("yarn",), ("rope.beta_fast", "rope.beta_slow", "rope.attention_factor")),
     ("rope.kind", ("llama3",), ("rope.low_freq_factor", "rope.high_freq_factor")),
-    ("tokenizer.kind", ("hf", "tiktoken"), ("tokenizer.end",)),
+    ("tokenizer.kind", ("hf", "tiktoken"), ("tokenizer.path", "tokenizer.begin", "tokenizer.end")),
     ("engine.zero", (1, 2, 3), ("engine.bucket_mb",)),
     ("engine.zero", (3,), ("engine.prefetch_mb",)),
     ("optim.kind", ("muon",), ("optim.muon_lr", "optim.muon_momentum")),
     ("schedule.kind", ("cosine", "linear", "wsd"), ("schedule.floor",)),
     ("schedule.kind", ("wsd",), ("schedule.decay",)),
+    ("tracking.wandb", ("offline", "online"), ("tracking.project", "tracking.entity", "tracking.tags")),
+    ("tracking.wandb", ("online",), ("tracking.init_timeout",)),
     ("evaluate.batches", (), ("evaluate.every", "evaluate.bins")),
     ("evaluate.sample", (), ("evaluate.temperature",)),
 )
@@ -187,8 +189,6 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
     if data.held_out >= 1:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
-    if tokenizer.kind == "bytes" and tokenizer.path:
-        yield f"tokenizer.path={tokenizer.path}: bytes need no file; choose tokenizer=hf or tokenizer=tiktoken"
     if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < Bytes.size and not only_shards(data):
         yield f"model.vocabulary={config.model.vocabulary}: bytes need {Bytes.size}, as one ends documents; give at least these"
 

@@ -131,11 +131,6 @@ class Tiktoken:
 def load(options: config.Tokenizer) -> Tokenizer:
     """The tokenizer that the options ask for."""
     if options.kind == "bytes":
-        for name in ("path", "begin", "end"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"tokenizer.{name}={getattr(options, name)!r}: bytes take none; did you mean tokenizer.kind=hf?"
-                )
         return Bytes()
     path = file_of(options)
     return (HuggingFace if options.kind == "hf" else Tiktoken)(path, options.begin, options.end)

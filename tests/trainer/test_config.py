@@ -104,7 +104,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["~data.sources.recall.weight"], 1, ["options are not removed; set data.sources.recall.weight= instead"]),
     (["~data.sources.recal"], 1, ["no source recal; did you mean recall?", "data.sources: stdlib, recall"]),
     (["tokenizer=hf"], 1, ["tokenizer"]),
-    (["tokenizer.path=x.json"], 1, ["bytes need no file"]),
+    (["tokenizer.path=x.json"], 1, ["tokenizer.path=x.json", "only tokenizer.kind=hf or tiktoken"]),
     (["init_from=/nowhere"], 1, ["init_from=/nowhere"]),
     (["checkpoint.resume=/nowhere"], 1, ["checkpoint.resume=/nowhere"]),
     (["checkpoint.keep_every=5", "checkpoint.every=2"], 1, ["checkpoint.keep_every=5"]),

@@ -20,6 +20,9 @@ IGNORED: list[tuple[list[str], list[str]]] = [
     (["model.positions=learned", "rope.base=500"], ["rope.base=500.0, model.positions=learned", "leave rope.base=10000.0"]),
     (["model.max_positions=4096"], ["only model.positions=learned"]),
     (["tokenizer.end=eos"], ["tokenizer.end=eos, tokenizer.kind=bytes"]),
+    (["tokenizer.begin=bos"], ["tokenizer.begin=bos, tokenizer.kind=bytes: only tokenizer.kind=hf or tiktoken"]),
+    (["tracking.project=mine", "tracking.tags=[a]"], ["tracking.project=mine, tracking.wandb=disabled", "tracking.tags=['a']"]),
+    (["tracking=offline", "tracking.init_timeout=5"], ["only tracking.wandb=online", "leave tracking.init_timeout=15.0"]),
     (["engine=zero0", "engine.bucket_mb=64"], ["engine.bucket_mb=64, engine.zero=0: only engine.zero=1 or 2 or 3"]),
     (["engine.prefetch_mb=64"], ["only engine.zero=3"]),
     (["evaluate=often", "evaluate.batches=0"], ["evaluate.every=100, evaluate.batches=0: only evaluate.batches above 0"]),
@@ -44,6 +47,8 @@ def test_what_some_use_is_as_usual_or_taken() -> None:
         ["optim=muon", "optim.muon_lr=0.1"],
         ["schedule=constant", "schedule.floor=0.1", "evaluate.batches=0", "evaluate.every=0"],
         ["model.positions=learned", "model.max_positions=4096"],
+        ["tracking=offline", "tracking.project=mine", "tracking.entity=us", "tracking.tags=[a]"],
+        ["tracking=wandb", "tracking.init_timeout=5"],
         ["data=passkey", "data.sources.passkey.digits=3"],
     ):
         assert compose.load(options, world_size=1)

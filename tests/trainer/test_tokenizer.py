@@ -144,8 +144,6 @@ def test_a_missing_library_is_named_with_its_remedy(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(path="x.json"), "tokenizer.path='x.json': bytes take none"),
-        (dict(begin="<s>"), "tokenizer.begin='<s>': bytes take none"),
         (dict(kind="hf"), "tokenizer.path='': tokenizer.kind=hf needs a file"),
         (dict(kind="tiktoken", path="nowhere"), "tokenizer.path='nowhere'"),
     ],
