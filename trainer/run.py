@@ -319,7 +319,11 @@ class Run:
         """Weights from a folder of Hugging Face safetensors."""
         from . import weights
 
-        return weights.values(Path(self.config.init_from).expanduser(), self.model_config, self.config.rope)
+        path, rope = Path(self.config.init_from).expanduser(), self.config.rope
+        values = weights.values(path, self.model_config, rope)
+        if self.ranks.rank == 0 and (told := weights.scaled_otherwise(path, rope)):
+            print(told, flush=True)
+        return values
 
     def _warn_of_memory(self) -> None:
         """Before it is taken: a machine without enough may end a rank without a word."""

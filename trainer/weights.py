@@ -130,6 +130,17 @@ def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int
     return read
 
 
+def scaled_otherwise(path: Path, rope: Rope) -> str:
+    """What to say where positions are not scaled as this folder's: meant for a longer context, a mistake without one."""
+    theirs = read_config(path)[2]
+    used = [name for kind in (rope.kind, theirs.kind) for name in USED.get(kind, ["factor"])]  # ntk, which they do not have
+    pairs = [(name, getattr(rope, name), getattr(theirs, name)) for name in dict.fromkeys(["kind", *used])]
+    differ = ", ".join(f"rope.{name}={ours} (there {there})" for name, ours, there in pairs if ours != there)
+    if not differ:
+        return ""
+    return f"init_from={str(path)!r}: positions are scaled otherwise than there, as a longer context wants it: {differ}"
+
+
 class Given(dict[str, Any]):
     """A config.json, which tells what it lacks."""
 

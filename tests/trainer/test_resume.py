@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer import jobs
 from tests.trainer.test_checkpoint import Alone
-from trainer import checkpoint, rundir, safetensors
+from trainer import checkpoint, export, rundir, safetensors
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -122,6 +122,15 @@ def test_a_run_begins_with_weights_of_one_place(tmp_path: Path) -> None:
     assert jobs.run_ranks(1, jobs.train, [*begun, "steps=2"]) == [0]
     assert jobs.run_ranks(1, jobs.train, [*begun, "steps=3", f"init_from={weights}"]) == [0], "its own checkpoint is there"
     assert "going on after step 2" in jobs.said
+
+
+def test_a_run_from_published_weights_says_that_its_positions_are_scaled_otherwise(tmp_path: Path) -> None:
+    options, begun = [f"runs={tmp_path}", "steps=1"], f"init_from={tmp_path}/model"
+    assert jobs.run_ranks(1, jobs.train, [*options, "name=first"]) == [0]
+    export.main([f"checkpoint={tmp_path}/first", f"to={tmp_path}/model"])
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=same", begun]) == [0, 0] and "otherwise" not in jobs.said
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=longer", begun, "rope=linear"]) == [0, 0]
+    assert jobs.said.count("rope.kind=linear (there base), rope.factor=4.0 (there 1.0)") == 1
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:

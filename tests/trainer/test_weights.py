@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer import weights
+from trainer import compose, weights
 from trainer.config import Model, Rope
 from trainer.model import GPT
 from trainer.safetensors import File, write
@@ -141,6 +141,24 @@ def test_another_shape_is_refused_with_every_difference(tmp_path: Path) -> None:
     wrong = dataclasses.replace(LLAMA, kv_heads=4, mlp_dim=96)
     with pytest.raises(ValueError, match=r"model.kv_heads=4 \(there 2\), model.mlp_dim=96 \(there 80\), rope.base=10000"):
         weights.values(tmp_path, wrong, Rope())
+
+
+@pytest.mark.parametrize(("name", "factor"), [("llama-1b", 32.0), ("llama-8b", 8.0)])
+def test_presets_scale_positions_as_published(name: str, factor: float) -> None:
+    """The config.json of Llama 3.2 1B and of Llama 3.1 8B."""
+    published = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    published |= dict(original_max_position_embeddings=8192)
+    rope = compose.load([f"model={name}"], world_size=1).config.rope
+    assert rope == weights._read_rope(Path(name), published, dict(rope_theta=500_000.0))
+
+
+def test_positions_that_are_scaled_otherwise_are_told(tmp_path: Path) -> None:
+    export(build(LLAMA, LLAMA3), tmp_path)
+    assert weights.scaled_otherwise(tmp_path, LLAMA3) == ""
+    told = weights.scaled_otherwise(tmp_path, dataclasses.replace(LLAMA3, factor=32.0))
+    assert told.endswith("rope.factor=32.0 (there 8.0)") and "longer context" in told
+    for kind in ("base", "ntk"):
+        assert f"rope.kind={kind} (there llama3), rope.factor=" in weights.scaled_otherwise(tmp_path, Rope(kind=kind))
 
 
 @pytest.mark.parametrize(
