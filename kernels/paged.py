@@ -10,6 +10,8 @@ many programs as keep it busy, each ends with its own softmax, and lse weighs th
 Nothing here has a gradient.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,16 @@ from .checks import check_options
 from .mask import NO_LIMIT, Mask
 
 PROGRAMS = 4  # for each multiprocessor: while some wait for what they load, others have theirs
+
+
+class Given(NamedTuple):
+    """As `paged_attention` takes them."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    lengths: Tensor
 
 
 def paged_attention(
@@ -33,16 +45,19 @@ def paged_attention(
     backend: str = "auto",
 ) -> Tensor:
     """What `attention` gives for a causal query that stands at its sequence's last key: (B, Hq, Dv). Options are its own."""
-    _check(q, keys, values, table, lengths, window, sinks, backend)
+    given = Given(q, keys, values, table, lengths)
+    _check(given, window, sinks, backend)
     check_options(q[:, None], scale, softcap, 0.0, None, False)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "gather" or (backend == "auto" and q.device.type == "cpu"):
-        return _gathered(q, keys, values, table, lengths, window, scale, softcap, sinks)
-    from .triton_paged import partial_softmaxes  # only here: it needs Triton
+        return _gathered(given, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
+    from .triton_paged import launch  # only here: it needs Triton
 
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
     splits = splits_of(len(q) * keys.shape[2], table.shape[1], multiprocessors)
-    parts, lse = partial_softmaxes(q, keys, values, table, lengths, window or NO_LIMIT, scale, softcap, splits)
+    shape = len(q), splits, q.shape[1]
+    parts, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in ((*shape, values.shape[3]), shape))
+    launch(*given, parts, lse, window or NO_LIMIT, scale, softcap)()
     return _weighed(parts, lse, sinks).to(q.dtype)
 
 
@@ -59,37 +74,19 @@ def _weighed(parts: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return (weights * parts).sum(1)
 
 
-def _gathered(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    window: int | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _gathered(given: Given, mask: Mask, **options: Any) -> Tensor:
     """Each sequence by itself, its pages put together first."""
+    q, keys, values, table, lengths = given
     out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for index, length in enumerate(lengths.tolist()):
         pages = table[index, : -(-length // keys.shape[1])].long()
         k, v = (x[pages].flatten(0, 1)[None, :length] for x in (keys, values))
-        mask = Mask(causal=True, window=window)
-        out[index] = attention(q[index, None, None], k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0, 0]
+        out[index] = attention(q[index, None, None], k, v, mask=mask, **options)[0, 0]
     return out
 
 
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    window: int | None,
-    sinks: Tensor | None,
-    backend: str,
-) -> None:
+def _check(given: Given, window: int | None, sinks: Tensor | None, backend: str) -> None:
+    q, keys, values, table, lengths = given
     if q.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or q.shape[2] != keys.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}: give q (B, Hq, D), keys "
@@ -102,7 +99,7 @@ def _check(
             f"table {tuple(table.shape)} {table.dtype}, lengths {tuple(lengths.shape)} {lengths.dtype} for {len(q)} sequences: "
             "give int32 (B, most) and int32 (B,)"
         )
-    if len({x.dtype for x in (q, keys, values)}) > 1 or len({x.device for x in (q, keys, values, table, lengths)}) > 1:
+    if len({x.dtype for x in (q, keys, values)}) > 1 or len({x.device for x in given}) > 1:
         raise ValueError("q, keys and values must have one dtype, and be on one device with table and lengths: move them")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1, or None: it counts the query itself")
@@ -115,6 +112,3 @@ def _check(
         raise ValueError(
             f"pages of {page} tokens in {q.dtype}: the kernel takes powers of two from 16 on, and no fp64; use backend='gather'"
         )
-
-
-__all__ = ["paged_attention"]

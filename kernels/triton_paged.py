@@ -6,7 +6,6 @@ rows, as a product on tensor cores has; it is memory that such a kernel waits fo
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,25 +69,6 @@ def paged_forward(
     tl.store(lse + b * lse_strides[0] + split * lse_strides[1] + heads, stats, mask=row < group)
 
 
-def partial_softmaxes(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    splits: int,
-) -> tuple[Tensor, Tensor]:
-    """(B, splits, Hq, Dv) and lse (B, splits, Hq), in fp32."""
-    shape = len(q), splits, q.shape[1]
-    out = torch.empty((*shape, values.shape[3]), dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    launch(q, keys, values, table, lengths, out, lse, window, scale, softcap)()
-    return out, lse
-
-
 def launch(
     q: Tensor,
     keys: Tensor,
@@ -101,6 +81,7 @@ def launch(
     scale: float,
     softcap: float,
 ) -> Launch:
+    """Into out (B, splits, Hq, Dv) and lse (B, splits, Hq), in fp32."""
     tensors = dict(q=q, keys=keys, values=values, table=table, lengths=lengths, out=out, lse=lse)
     return Launch(paged_forward, _arguments, tensors, dict(window=window, scale=scale, softcap=softcap or None))
 
