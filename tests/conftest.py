@@ -12,16 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
-WITHOUT_RANKS = (
-    "test_cache",
-    "test_data",
-    "test_evaluate",
-    "test_generate",
-    "test_layout",
-    "test_model",
-    "test_streams",
-    "test_weights",
-)
+WITHOUT_RANKS = ("test_streams", "test_generate", "test_cache")  # of tests that take long
 
 
 def needs_machine(item: pytest.Item) -> bool:
