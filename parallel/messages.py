@@ -43,7 +43,8 @@ class Messages(Mover):
         """As `dist.batch_isend_irecv`, whose checks of each message take longer than to post it."""
         if not gives and not takes:
             return lambda: None
-        ways = ((group.recv, takes, taken, f"{name} from rank "), (group.send, gives, given, f"{name} to reach rank "))
+        # what goes out first: where a rank is gone, to post a receipt from it is an error, and the others get what is theirs
+        ways = ((group.send, gives, given, f"{name} to reach rank "), (group.recv, takes, taken, f"{name} from rank "))
         peers = [f"{way}{self.pair.ranks[piece.rank]}" for _, pieces, _, way in ways for piece in pieces]
         everyone = ", ".join(dict.fromkeys(peers))
         works: list[tuple[dist.Work, str]] = []
@@ -64,7 +65,7 @@ class Messages(Mover):
                 works.append((group._end_coalescing(self.device), everyone))
 
         def finish() -> None:
-            for work, what in works:
+            for work, what in reversed(works):  # what comes in is missed first
                 progress.wait(work.wait, what, self.pair.seconds)
 
         progress.wait(post, everyone, self.pair.seconds)

@@ -143,6 +143,7 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
     def fetch(index: int) -> None:
         if index <= len(others):
             which = (index - 1) % 2
+            progress.hop(index, len(others))
             k_rows, v_rows = (room[: others[index - 1].num_keys] for room in rooms[which])
             on_the_way.append(((k_rows, v_rows), mover.fetch(index, which, (k_rows, v_rows))))
 

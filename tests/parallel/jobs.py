@@ -170,8 +170,9 @@ def attend(length: int = 16, heads: int = 2, odd: int | None = None, **changes: 
     ring_attention(q, k, v, **{"mask": Mask(**CAUSAL), "layout": layout} | what)
 
 
-def attend_and(rank_that: int, does: str, calls: int) -> None:
-    """Some good calls; then a rank dies or stalls at the start of the next, and the others say what they saw."""
+def attend_and(rank_that: int, does: str, calls: int, late: int | None = None) -> None:
+    """Some good calls; then a rank dies or stalls at the start of the next, another may be late for it, and the others say
+    what they saw."""
     progress.at(step=1)
     progress.at(step=7, layer=3)
     for _ in range(calls):
@@ -181,6 +182,8 @@ def attend_and(rank_that: int, does: str, calls: int) -> None:
             os._exit(1)
         time.sleep(6)  # longer than the others' limit
         return
+    if dist.get_rank() == late:
+        time.sleep(1)
     begun = time.monotonic()
     try:
         attend()

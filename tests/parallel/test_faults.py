@@ -113,16 +113,20 @@ def test_only_the_first_calls_are_compared() -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("does", ["dies", "stalls"])
-@pytest.mark.parametrize("calls", [1, 4], ids=["while-comparing", "in-a-hop"])
-def test_a_rank_that_is_gone_is_named(does: str, calls: int) -> None:
-    """The others end within the time limit, and say which rank, op and step, whether it dies or sleeps."""
+@pytest.mark.parametrize(
+    "does, calls, late",
+    [("dies", 1, None), ("stalls", 1, None), ("dies", 4, None), ("dies", 4, 0), ("dies", 4, 2), ("stalls", 4, None)],
+    ids=str,
+)
+def test_a_rank_that_is_gone_is_named(does: str, calls: int, late: int | None) -> None:
+    """The others end within the time limit, and say which rank, op and step, whether it dies or sleeps; also where one of them
+    comes late, when the dead rank's connections are known to be gone."""
     limit = 2
     pool = Pool(3, timeout=limit)
     begun = time.monotonic()
     try:
         with pytest.raises((Failed, TimeoutError)) as failed:
-            pool(_Gone(1, does, calls), patience=60)
+            pool(_Gone(1, does, calls, late), patience=60)
     finally:
         pool.close()
     assert time.monotonic() - begun < 45
