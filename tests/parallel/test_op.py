@@ -222,5 +222,5 @@ def test_a_step_is_one_grouped_call_straight_from_k_and_v() -> None:
     mover.fetch(1, 0, rows)()
     taken = [("recv", 0, tag, x.data_ptr()) for tag, x in enumerate(rows)]
     given = [("send", 2, tag, x.data_ptr()) for tag, x in enumerate((k, v))]
-    assert group.told == [("start",), *taken, *given, ("end",), ("wait",)]
+    assert group.told == [("start",), *given, *taken, ("end",), ("wait",)]
     assert gradients.told == []
