@@ -41,6 +41,11 @@ from .triton_common import (
 )
 from .triton_forward import forward_launches, readable
 
+# A carry weighs no more. Below that a row's reference is the largest score of its first tile, whose weight is then an exact 1,
+# as without a carry, and not rounded to 16 bits; above, these scores say nothing.
+LOG2_CARRY = gl.constexpr(64.0)
+CARRY = gl.constexpr(2.0**64)
+
 
 @gluon.jit(**ANY_SIZE)
 def attention_forward(
@@ -113,6 +118,7 @@ def consume(
     # Then whole tiles come in an order of the producer's own, and `tile` is not the one that is there: it only tells whole ones
     # from a last one of few keys.
     UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
+    CARRIES: gl.constexpr = memory[4] is not None
     OVERLAP: gl.constexpr = CONSUMERS == 2  # one's softmax and one's own product with v; beside three, others' products run
     gl.static_assert(STAGES > 1 or not OVERLAP, "a slot is waited for while another is still in use")
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
@@ -129,12 +135,21 @@ def consume(
     arrive(kv_free.index(place), IN_STEP)
     while until != 0:
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
+        least = gl.full([64, 4], NOTHING, gl.float32, LANES)  # of a row's reference
+        if CARRIES:
+            row_ok = row < (until if DOCUMENTS else row_count(q_at))
+            acc, base = carried(memory, b, h, row, row_ok, acc, DV)
+            least = gl.maximum(base - LOG2_CARRY, least)
         q_mine = q_tile.index(q_place * CONSUMERS + ME)
 
         tile = nth_tile(0, begin, full, rest, end)
         s, factor = hide(s, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
-        reference = gl.full([64, 4], NOTHING, gl.float32, LANES)
-        weights, reference, total, _shrink, _late = take_weights(s, factor, reference, v_tile.dtype, True)
+        weights, reference, total, _shrink, late = take_weights(s, factor, least, v_tile.dtype, True)
+        if CARRIES:  # now, so that the first weights do not wait for it
+            weight = gl.where((reference == least) & (base > NOTHING), CARRY, gl.exp2(base - reference))
+            total += weight / 4  # each of a row's four threads has a part
+            if memory[3] is not None:
+                acc = scale_rows(acc, weight, late)
         slots += 1
         place = wait_full(kv_full, slots, STAGES)
         num_split = full - begin + end - rest
@@ -195,44 +210,50 @@ def reach(first_row, origin, b, mask, q_at, k_at, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def carried(memory, b, h, row, row_ok, acc, DV: gl.constexpr):
+    """The carry, with which a row begins: its out, and its lse in base 2."""
+    carry_out, carry_lse, carry_out_strides, carry_lse_strides = memory[3], memory[4], memory[7], memory[8]
+    b, h = b.to(gl.int64), h.to(gl.int64)
+    before = gl.load(
+        carry_lse + b * carry_lse_strides[0] + h * carry_lse_strides[1] + row.to(gl.int64) * carry_lse_strides[2],
+        mask=row_ok, other=float("-inf"),
+    )  # fmt: skip
+    if carry_out is not None:
+        O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
+        at = carry_out + b * carry_out_strides[0] + h * carry_out_strides[2]
+        o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
+        acc = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=ok, other=0.0)
+    base = gl.convert_layout(before * LOG2E, gl.SliceLayout(1, LANES), assert_trivial=True)[:, None]
+    return acc, base + gl.full([64, 4], 0.0, gl.float32, LANES)
+
+
+@gluon.jit
 def finish(
     acc, reference, total, b, h, first_row, row, until, num_rows, memory, o_tile,
     DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The carry joins, the softmax divides, rows of out and lse are written: those before `until`."""
-    out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides = memory[:9]
+    """The softmax divides, rows of out and lse are written: those before `until`."""
+    out, out_tiles, lse, _carry_out, carry_lse, out_strides, lse_strides, _carry_out_strides, carry_lse_strides = memory[:9]
     b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     row_ok = row < (until if DOCUMENTS else num_rows)  # the same rows; but `until` everywhere compiles to other code, not timed
     total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
     m = gl.convert_layout(gl.max(reference, 1), row.type.layout, assert_trivial=True)
-    m = gl.where(m == NOTHING, float("-inf"), m)
-    before = gl.full([64], float("-inf"), gl.float32, row.type.layout)
+    empty = total == 0
+    divisor = gl.where(empty, 1.0, total)
+    stats = gl.where(empty, float("-inf"), m * LN2 + gl.log(divisor))
+    if carry_lse is not None:  # a row that this block gave nothing keeps its lse to the last bit
+        at = carry_lse + b_wide * carry_lse_strides[0] + h_wide * carry_lse_strides[1]
+        before = gl.load(at + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        stats = gl.where(total == CARRY, before, stats)
+    at = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
+    gl.store(at + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok)
+    acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
     column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
     o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
-    if carry_lse is not None:  # joins last, in fp32: see triton_forward.py
-        at = carry_lse + b_wide * carry_lse_strides[0] + h_wide * carry_lse_strides[1]
-        before = gl.load(at + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
-        base = before * LOG2E
-        top = gl.maximum(m, base)
-        top_safe = gl.where(top == float("-inf"), 0.0, top)
-        weight = gl.where(base == top_safe, 1.0, gl.exp2(base - top_safe))
-        shrink = gl.exp2(m - top_safe)
-        total = total * shrink + weight
-        acc *= gl.convert_layout(shrink, O_ROWS)[:, None]
-        if carry_out is not None:
-            at = carry_out + b_wide * carry_out_strides[0] + h_wide * carry_out_strides[2]
-            carried = gl.load(at + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=o_ok, other=0.0)
-            acc += gl.convert_layout(weight, O_ROWS)[:, None] * carried
-        m = top
-    empty = total == 0
-    divisor = gl.where(empty, 1.0, total)
-    acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
-    stats = gl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + gl.log(divisor))
-    stats = gl.where(empty, float("-inf"), stats)
-    at = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
-    gl.store(at + row.to(gl.int64) * lse_strides[2], stats, mask=row_ok)
     out += b_wide * out_strides[0] + h_wide * out_strides[2]
     if out_tiles is None:
         gl.store(out + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)

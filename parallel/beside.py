@@ -13,6 +13,7 @@ waiting only for what came before it, runs there and stands between no two kerne
     wait = sums.done()                wait() makes the stream that is then current wait for it
 """
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -80,6 +81,38 @@ class Here(Beside):
 
     def __init__(self) -> None:
         self.stream = self.caller = None
+
+
+class InTurn:
+    """Kernels on some streams in turn. Each is given before the ones ahead are waited for, and begins on the SMs that their
+    last waves leave idle."""
+
+    def __init__(self, streams: list[Beside]) -> None:
+        self.streams = streams
+        self.at_work: deque[tuple[Transfer, Callable[[], None]]] = deque()
+
+    def next(self) -> Beside:
+        """The stream whose turn it is: what goes there comes behind what it was given before."""
+        self.streams.append(self.streams.pop(0))
+        return self.streams[-1]
+
+    def given(self, then: Callable[[], None]) -> None:
+        """A kernel, to that stream. `then` is what is to happen once the current stream comes behind it."""
+        self.at_work.append((self.streams[-1].done(), then))
+
+    def wait_for_all_but(self, count: int) -> None:
+        """The current stream comes behind the first of them."""
+        while len(self.at_work) > count:
+            done, then = self.at_work.popleft()
+            done()
+            then()
+
+    def before(self, beside: Beside) -> None:
+        """What comes there waits for all kernels so far, as for what the current stream was given."""
+        beside.follow()
+        with beside.run():
+            for done, _ in self.at_work:
+                done()
 
 
 def wait_for_all(device: torch.device) -> None:

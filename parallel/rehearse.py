@@ -5,8 +5,9 @@
 
 A ring loses what its kernels, sums and launches take beyond one kernel alone, and what transfers and other ranks make it wait.
 This is the first part, of any rank of any number of ranks, where only one GPU is at hand: the loops of `ring.py` in the steps
-of `copy`, with a mover that moves nothing. Keys are random, and what comes in for gradients is whatever was there, so only time
-means something. "Alone" is a ring of one rank whose causal call costs as much. A ring is as fast as its slowest rank.
+of `copy`, with a mover that moves nothing, and says that something has come in about when a link of --link GB/s would have
+brought it. Keys are random, and what comes in for gradients is whatever was there, so only time means something. "Alone" is a
+ring of one rank whose causal call costs as much. A ring is as fast as its slowest rank.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from kernels.blocks import BACKENDS
 from kernels.measure import DTYPES, machine
 
 from .bench import count
-from .beside import Transfer
+from .beside import Beside, Transfer
 from .layout import KINDS, Layout
 from .mover import Alone, Mover
 from .packed import Rows
@@ -40,13 +41,17 @@ Row = dict[str, Any]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
 
 
+CLOCK = 1.7e9  # about what a GPU's is while it computes
+
+
 class There(Mover):
-    """All is there before anybody asks, in memory that stays."""
+    """All is there before anybody asks, in memory that stays; but only after a while it says so."""
 
     needs_sms = False
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, link: float) -> None:
         super().__init__(plan)
+        self.link = link  # bytes a second; 0 if there is nothing to wait for
         self.rooms: list[Rows] = []
         self.turn = 0
         self.parts: dict[Any, Tensor] = {}
@@ -61,7 +66,7 @@ class There(Mover):
         return self.rooms[self.turn - 1]
 
     def fetch(self, index: int, which: int, into: Rows) -> Transfer:
-        return lambda: None
+        return self._after("coming", into)
 
     def part(self, which: int, rows: int, like: Tensor) -> Tensor:
         key = which, rows, like.shape[1:]
@@ -70,7 +75,15 @@ class There(Mover):
         return self.parts[key]
 
     def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
-        return lambda: None
+        return self._after("home", (into,))
+
+    def _after(self, use: str, comes: Rows) -> Transfer:
+        beside = Beside(comes[0].device, use)
+        beside.follow()
+        if self.link and comes[0].is_cuda:
+            with beside.run():
+                torch.cuda._sleep(int(sum(x.nbytes for x in comes) / self.link * CLOCK))
+        return beside.done()
 
 
 def tensors(setting: Setting, rows: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -79,10 +92,10 @@ def tensors(setting: Setting, rows: int, device: torch.device, dtype: torch.dtyp
     return [torch.randn(1, rows, n, setting.head_dim, device=device, dtype=dtype) for n in heads]
 
 
-def passes(given: list[Tensor], layout: Layout, mask: Mask, rank: int, backend: str) -> Ways:
+def passes(given: list[Tensor], layout: Layout, mask: Mask, rank: int, backend: str, link: float = 0) -> Ways:
     """A rank's forward and its backward, compiled."""
     q, k, v, dout = given
-    there, back = (mover_of(layout, mask, rank, k, v, backward) for backward in (False, True))
+    there, back = (mover_of(layout, mask, rank, k, v, backward, link) for backward in (False, True))
     options: dict[str, Any] = dict(head_start=0, scale=q.shape[-1] ** -0.5, backend=backend)
     out, lse = ring_forward(q, k, v, mask, there, None, **options)
     ways = (
@@ -93,11 +106,12 @@ def passes(given: list[Tensor], layout: Layout, mask: Mask, rank: int, backend: 
     return ways
 
 
-def mover_of(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backward: bool) -> Mover:
+def mover_of(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backward: bool, link: float) -> Mover:
     if layout.ranks == 1:
         return Alone(make_plan(layout, mask, rank))
     nbytes = bytes_of_gradients(k.shape[1], k, v)
-    return There(make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, nbytes, k.shape[2], backward)))
+    blocks = blocks_per_step("copy", layout, True, nbytes, k.shape[2], backward)
+    return There(make_plan(layout, mask, rank, blocks), link)
 
 
 def measure(
@@ -108,6 +122,7 @@ def measure(
     rep: float,
     cycles: bool,
     backend: str,
+    link: float,
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Row]:
@@ -116,7 +131,7 @@ def measure(
     single = Layout("contiguous", length, 1)
     calls = [passes(tensors(setting, length, device, dtype), single, mask, 0, backend)]
     given = tensors(setting, layout.local_length, device, dtype)
-    calls += [passes(given, layout, mask, rank, backend) for rank in chosen]
+    calls += [passes(given, layout, mask, rank, backend, link) for rank in chosen]
     pairs = layout.work(mask)
     flops = [4.0 * n * setting.heads * setting.head_dim for n in (single.work(mask)[0], *(pairs[rank] for rank in chosen))]
 
@@ -149,7 +164,7 @@ def measure(
 def report(setting: Setting, layout: Layout, rows: list[Row]) -> str:
     counted = "cycles_share" in rows[0]
     lines = [
-        f"\n{setting.name}: {setting.tokens} tokens on each of {layout.ranks} ranks, {layout.kind}, without transfers",
+        f"\n{setting.name}: {setting.tokens} tokens on each of {layout.ranks} ranks, {layout.kind}, with nothing that travels",
         f"  {'':<8}{'TFLOP/s':>9}{'share of alone':>16}{'forward':>9}" + (f"{'in cycles':>11}" if counted else ""),
     ]
     for row in rows:
@@ -171,6 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layout", choices=KINDS, default="zigzag")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
+    parser.add_argument(
+        "--link", type=float, default=300, metavar="GB/S", help="what travels comes so fast (default %(default)s); 0: at once"
+    )
     parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="our kernel")
     parser.add_argument("--rounds", type=int, default=5, help="how often each rank has its turn (default %(default)s)")
     parser.add_argument("--rep", type=float, default=100, help="ms of one turn (default %(default)s)")
@@ -184,6 +202,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.ranks < 2 or args.rounds < 1 or args.rep < 1:
         parser.error(f"--ranks {args.ranks} must be at least 2, --rounds {args.rounds} and --rep {args.rep:g} at least 1")
+    if args.link < 0:
+        parser.error(f"--link {args.link:g} must be positive, or 0 where nothing is waited for")
     chosen = list(range(args.ranks)) if args.rank is None else args.rank
     if bad := [rank for rank in chosen if not 0 <= rank < args.ranks]:
         parser.error(f"--rank {bad[0]}: ranks are 0 … {args.ranks - 1}")
@@ -205,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *(sys.argv[1:] if argv is None else argv)])
     for setting in settings:
         layout = Layout(args.layout, setting.tokens * args.ranks, args.ranks)
-        how = args.rounds, args.rep, args.cycles, args.backend, device, DTYPES[dtype]
+        how = args.rounds, args.rep, args.cycles, args.backend, args.link * 1e9, device, DTYPES[dtype]
         try:
             rows = measure(setting, layout, chosen, *how)
         except ValueError as error:

@@ -11,13 +11,15 @@ its rows stand.
 Where others' blocks concern few rows of the own one, as with a window, these alone are carried in fp32; the rest of the own
 block goes straight into results. (In the backward where kernels may add to dq at the same time, see below.)
 
+A kernel begins on the SMs that the last wave of the one ahead leaves idle, where it does not need what that one makes: in the
+forward it is of other heads, in the backward kernels may add to dq at the same time.
+
 In the backward the own block, which waits for nobody, hides what travels: half of it stands at the beginning and half at the
-end, so the first K/V come while one is computed, and the last gradients go home behind the other. Where kernels may add to dq
-at the same time, a step's are each given before the one ahead is waited for, and begin on the SMs that its last wave leaves
-idle.
+end, so the first K/V come while one is computed, and the last gradients go home behind the other.
 """
 
-from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +29,15 @@ from kernels import Mask, adds_in_memory, block_backward, block_forward, output_
 from kernels.reference import accumulation_dtype
 from kernels.segments import cut
 
-from .beside import Beside, Here, Transfer
+from .beside import Beside, Here, InTurn
 from .homeward import Homeward, Region
 from .mover import Mover
 from .packed import unpack
 from .plan import Step
 from .runs import length, packed, within, without
 from .transport import num_parts, travel
+
+LONG = 2**13  # rows of a shard; of shorter ones two kernels take longer to launch than they gain
 
 
 def ring_forward(
@@ -51,18 +55,37 @@ def ring_forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     acc = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    # A step's kernel is two, of half of the heads each, where these may be at work at the same time and are not too short.
+    in_two = overlap(mover, mask) and min(len(plan.steps), k.shape[2]) > 1 and q.shape[1] >= LONG
+    half = k.shape[2] // 2 if in_two else 0
+    groups = [slice(begin, end) for begin, end in ((0, half), (half, k.shape[2])) if begin < end]
+    kernels = InTurn(kernel_streams(q.device) if in_two else [Here()])
     final = max(index for index, parts in enumerate(plan.parts) if parts)
     casts = Beside(q.device, "casts")
-    for index, step, k_block, v_block in travel(mover, k, v):
-        if index == final and plan.unfinished:
-            casts.follow()
-        for rows, q_at, last in plan.parts[index]:  # none, where others need a step that this rank does not
+
+    def block(index: int, step: Step, k_block: Tensor, v_block: Tensor, kv_heads: slice) -> None:
+        """The kernel of some KV heads; or one for each part of the queries, or none where others alone need the step."""
+        heads = query_heads(q, k, kv_heads)
+        its_k, its_v = take(k_block, None, kv_heads), take(v_block, None, kv_heads)
+        for rows, q_at, last in plan.parts[index]:
             # (for rows that no other step has, `sums` is of other rows or none, and nobody looks at it)
-            sums, stats = take(acc, within(rows, plan.carried)), take(lse, None, rows)
-            carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
-            where = q_at, step.k_at, carry, last, head_start
-            into = take(out, rows) if last else sums, stats
-            block_forward(take(q, rows), k_block, v_block, mask, *where, into=into, **options)
+            sums, stats = take(acc, within(rows, plan.carried), heads), take(lse, heads, rows)
+            carry = (sums, stats) if index else None if sink_lse is None else (None, sink_lse[:, heads, rows])
+            where = q_at, step.k_at, carry, last, head_start + heads.start
+            into = take(out, rows, heads) if last else sums, stats
+            block_forward(take(q, rows, heads), its_k, its_v, mask, *where, into=into, **options)
+
+    for index, step, k_block, v_block, used in travel(mover, k, v):
+        for kv_heads in groups:
+            stream = kernels.next()
+            stream.follow()
+            with stream.run():
+                block(index, step, k_block, v_block, kv_heads)
+            kernels.given(used if kv_heads is groups[-1] else lambda: None)
+        kernels.wait_for_all_but(len(groups) if in_two else 0)
+        if index == final - 1 and plan.unfinished:
+            kernels.before(casts)
+    kernels.wait_for_all_but(0)
     if plan.unfinished:  # these had seen their last key before the last kernel, which wrote its rows in the final dtype
         with casts.run():
             for rows in plan.unfinished:
@@ -93,16 +116,14 @@ def ring_backward(
         block_backward(dout, q, k, v, lse, delta, *where, dq, dk, dv, head_start, accumulate=False, **options)
         return dq, dk, dv, delta
 
-    acc, width, heads_per_kv = accumulation_dtype(q.dtype), k.shape[3], q.shape[2] // k.shape[2]
+    acc, width = accumulation_dtype(q.dtype), k.shape[3]
     sum_q = torch.zeros_like(q, dtype=acc, memory_format=torch.contiguous_format)
 
     def final_gradients(rows: int) -> tuple[Tensor, Tensor]:
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
         return dk, dv
 
-    # Whether kernels may add to dq at the same time. (Where a mask has padding a kernel copies what it reads, and what a stream
-    # has of memory serves no other.)
-    together = not mover.needs_sms and not mask.has_padding and adds_in_memory(q, v, **options)
+    together = overlap(mover, mask) and adds_in_memory(q, v, **options)  # then kernels may add to dq at the same time
     # "Block" is then of the keys that others have gradients for, if these are few: the rest's gradients need no sums, and their
     # kernels fill whatever others leave idle. (Elsewhere there would be less to hide behind, or a kernel more that goes over
     # all queries.)
@@ -116,16 +137,15 @@ def ring_backward(
             padded[:, own.num_keys :] = 0
     # dK/dV of the block: of its first half, and what others return; those of its second half come to it at the end
     own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
-    streams = [Beside(q.device, use, priority=-2) for use in ("kernels", "more kernels")] if together else [Here()]
+    kernels = InTurn(kernel_streams(q.device) if together else [Here()])
     filling = Beside(q.device, "filling", priority=0) if together else Here()
     first, second = halves(own_sums.shape[2], keys_shared, keys_shared)
-    at_work: deque[tuple[Transfer, tuple[int, slice, Tensor] | None]] = deque()  # kernels, and what they make for others
 
     def block(
         step: Step, k_block: Tensor, v_block: Tensor, into: tuple[Tensor, Tensor], kv_heads: slice, keys: slice, stream: Beside
     ) -> None:
         """One kernel: all queries of the step, some KV heads, some of the step's keys. dk and dv go into two tensors."""
-        rows, heads = step.queries, slice(kv_heads.start * heads_per_kv, kv_heads.stop * heads_per_kv)
+        rows, heads = step.queries, query_heads(q, k, kv_heads)
         stream.follow()
         with stream.run():
             block_backward(
@@ -159,37 +179,34 @@ def ring_backward(
         own_block(second, second_sums, filling)
         return second_sums
 
-    def wait_for_all_but(count: int) -> None:
-        """Of the kernels that were given; what they made is sent."""
-        while len(at_work) > count:
-            done, made = at_work.popleft()
-            done()
-            if made is not None:
-                home.send(*made)
+    def hand_on(index: int, kv_heads: slice, part: Tensor, used: Callable[[], None]) -> None:
+        """What a kernel made is sent, and behind a step's last one others' keys may come to where its keys are."""
+        home.send(index, kv_heads, part)
+        if kv_heads.stop == k.shape[2]:
+            used()
 
     free, last = halves(own_sums.shape[2], keys_shared, rows_shared)
     if rows_shared > keys_shared:
         own_sums[keys_shared:, :, free[0]] = 0  # padding, for which there is no kernel
     parts, priority = num_parts(mover.plan, k, v), -1 if together else 0
     home = Homeward(mover, own_sums, shared, free, last, parts, width, options["backend"], priority)
-    for index, step, k_block, v_block in travel(mover, k, v):
+    for index, step, k_block, v_block, used in travel(mover, k, v):
         if index == 0:
             home.follow()
-            own_block(first, own_sums[first[1], :, first[0]], streams[0])
-            at_work.append((streams[0].done(), None))
+            own_block(first, own_sums[first[1], :, first[0]], kernels.next())
+            kernels.given(used)
             for keys in apart:
                 block(own, k, v, (dk[:, keys], dv[:, keys]), slice(0, k.shape[2]), keys, filling)
             continue
         for kv_heads in home.head_parts():
-            part = home.part(index, kv_heads)
-            streams.reverse()
+            part, stream = home.part(index, kv_heads), kernels.next()
             if step.pieces:
-                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), streams[0])
+                block(step, k_block, v_block, unpack(part, width), kv_heads, slice(0, step.num_keys), stream)
             if together and index == len(others) and kv_heads.stop == k.shape[2]:
                 second_sums = second_half()
-            at_work.append((streams[0].done(), (index, kv_heads, part)))
-            wait_for_all_but(1 if together else 0)
-        wait_for_all_but(0)  # the keys of the step after next come to where this one's are
+            kernels.given(partial(hand_on, index, kv_heads, part, used))
+            kernels.wait_for_all_but(1 if together else 0)
+    kernels.wait_for_all_but(0)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
@@ -206,6 +223,21 @@ def ring_backward(
     if dq is not sum_q:
         dq.copy_(sum_q)
     return dq, dk, dv, delta
+
+
+def overlap(mover: Mover, mask: Mask) -> bool:
+    """Whether kernels may be at work at the same time. (Where a mask has padding a kernel copies what it reads, and what a
+    stream has of memory serves no other.)"""
+    return not mover.needs_sms and not mask.has_padding
+
+
+def kernel_streams(device: torch.device) -> list[Beside]:
+    return [Beside(device, use, priority=-2) for use in ("kernels", "more kernels")]
+
+
+def query_heads(q: Tensor, k: Tensor, kv_heads: slice) -> slice:
+    group = q.shape[2] // k.shape[2]
+    return slice(kv_heads.start * group, kv_heads.stop * group)
 
 
 def take(x: Tensor, one: slice | None, two: slice | None = None) -> Tensor:

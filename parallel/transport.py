@@ -2,7 +2,7 @@
 
 The ring tells a mover what its plan says, and the mover knows how:
 
-    for index, step, k, v in travel(mover, k, v): …       each block; the next one travels while this one is used
+    for index, step, k, v, used in travel(mover, k, v): …  each block; the next ones travel while this one is used
     mover.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
 
 - `p2p`: one grouped call a step, straight from each owner.
@@ -127,12 +127,16 @@ def _parts(nbytes: int, heads: int, rows: int) -> int:
     return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if rows <= SHORT else 1) else 1
 
 
-def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
-    """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then."""
+def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor, Callable[[], None]]]:
+    """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then.
+
+    The last is to be called when the current stream comes behind all that reads these: what another step needs comes to where
+    they are. Not later than that step is asked for but one.
+    """
     own, *others = mover.plan.steps
     mine = own.pieces[0].rows
     if not others:
-        yield 0, own, k[:, mine], v[:, mine]
+        yield 0, own, k[:, mine], v[:, mine], lambda: None
         return
 
     mover.offer(k, v)
@@ -149,12 +153,11 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
 
     fetch(1)
     fetch(2)
-    yield 0, own, k[:, mine], v[:, mine]
+    yield 0, own, k[:, mine], v[:, mine], lambda: None
     for index, step in enumerate(others, 1):
         progress.hop(index, len(others))
         (k_rows, v_rows), arrived = on_the_way.popleft()
         arrived()
         moved["kv"] += bool(step.pieces)
-        yield index, step, by_rows(k_rows), by_rows(v_rows)
-        fetch(index + 2)  # to where this step's were
+        yield index, step, by_rows(k_rows), by_rows(v_rows), functools.partial(fetch, index + 2)
     mover.used()

@@ -16,6 +16,7 @@ from parallel.ring import ring_backward, ring_forward
 
 from .streams import Machine, installed
 
+LONG = ring.LONG
 OPTIONS = dict(scale=0.25, softcap=0.0, dropout=0.0, seed=None, deterministic=False, backend="reference")
 
 
@@ -119,6 +120,9 @@ def test_any_order_is_right(
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     monkeypatch.setattr(transport, "SHORT", 0)
     for seed, in_memory in itertools.product(range(8 if sequence is EVEN else 3), (False, True)):
+        monkeypatch.setattr(
+            ring, "LONG", 0 if in_memory else ring.LONG
+        )  # with two kernels at work at a time in the forward, too
         wrong = wrong_by([sequence], ranks, seed, steps_of, in_memory)
         assert wrong <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
 
@@ -133,9 +137,13 @@ def test_sequences_in_turn_are_right(ranks: int, steps_of: str) -> None:
 
 
 @pytest.mark.parametrize("steps_of", ["p2p", "copy"])
+@pytest.mark.parametrize("long", [0, LONG])
 @pytest.mark.parametrize("ranks, late", [(4, 1), (6, 2), (8, 6)])
-def test_a_late_reader_holds_up_nobody(ranks: int, late: int, steps_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_reader_holds_up_nobody(
+    ranks: int, late: int, long: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank whose first kernel never ends has no place free for what comes third. The others' kernels go on."""
+    monkeypatch.setattr(ring, "LONG", long)
     machine, outs = Machine(ranks, late), []
     call = call_of(EVEN, EVEN.inputs(ranks, 0)[0], ranks, steps_of)
     with installed(machine, False):

@@ -25,16 +25,21 @@ def init(barrier: Barrier, count: int) -> None:
 def take_weights(s: Numbers, factor: Any, reference: Numbers, dtype: torch.dtype, first: bool) -> tuple[Numbers, ...]:
     """As kernels/hopper_softmax.py, a row at a time."""
     scores, before = (s * factor).tensor, reference.tensor[:, :1]
-    assert not first or (before == NOTHING.value).all()
 
     def parts(weights: Tensor) -> Tensor:
         return weights.reshape(64, -1, 4, 2).sum((1, 3))
 
     too_large = (parts(torch.exp2(scores - before)) > LIMIT.value).any(1, keepdim=True)
     maximum = torch.maximum(before, scores.amax(1, keepdim=True))
-    after = torch.where(too_large | (before == NOTHING.value), maximum, before)
+    after = torch.where(too_large | (before == NOTHING.value) | first, maximum, before)
     weights, shrink = torch.exp2(scores - after), torch.exp2(before - after)
-    found = weights.to(dtype), after.expand(-1, 4), parts(weights), shrink.expand(-1, 4), (after != before).expand(-1, 4)
+    found = (
+        weights.to(dtype),
+        after.expand(-1, 4),
+        parts(weights),
+        shrink.expand(-1, 4),
+        ((after != before) | first).expand(-1, 4),
+    )
     return tuple(Numbers(x) for x in found)
 
 
