@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel import ring
 from parallel.peers import Setting
 from parallel.transport import COPIED
 
@@ -28,7 +29,7 @@ DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2]
 BF16 = Case(
     "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
 )
-FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32)
+FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32, long=ring.LONG)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import Mask, attention
-from parallel import Mesh, context_attention, transport
+from parallel import Mesh, context_attention, ring, transport
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Case:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
+    long: int = 0  # rows from which on a forward may give kernels two at a time
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -42,7 +43,7 @@ class Case:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """What no argument says."""
-        with patch.object(transport, "PART_BYTES", self.part_bytes):
+        with patch.object(transport, "PART_BYTES", self.part_bytes), patch.object(ring, "LONG", self.long):
             yield
 
 
