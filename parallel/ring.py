@@ -37,7 +37,7 @@ from .plan import Step
 from .runs import length, packed, within, without
 from .transport import num_parts, travel
 
-LONG = 2**13  # rows of a shard; of shorter ones two kernels take longer to launch than they gain
+LONG = 2**14  # rows of a shard times steps. Up to here a forward's kernels are so short that twice as many would come late
 
 
 def ring_forward(
@@ -55,8 +55,8 @@ def ring_forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     acc = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    # A step's kernel is two, of half of the heads each, where these may be at work at the same time and are not too short.
-    in_two = overlap(mover, mask) and min(len(plan.steps), k.shape[2]) > 1 and q.shape[1] >= LONG
+    # A step's kernel is two, of half of the heads each, where these may be at work at the same time.
+    in_two = len(plan.steps) > 1 and overlap(mover, mask) and k.shape[2] > 1 and q.shape[1] * len(plan.steps) > LONG
     half = k.shape[2] // 2 if in_two else 0
     groups = [slice(begin, end) for begin, end in ((0, half), (half, k.shape[2])) if begin < end]
     kernels = InTurn(kernel_streams(q.device) if in_two else [Here()])

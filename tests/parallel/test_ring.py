@@ -200,68 +200,117 @@ def test_what_comes_home_is_added_to_what_a_kernel_made(
         torch.testing.assert_close(grad, wanted)
 
 
+class Given:
+    """Kernels that a ring gave: on which stream, and how many others were being waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: list[tuple[str, int]] = []
+        self.ended = 0
+        self.stream = "caller's"
+        self.priorities: dict[str, int] = {}
+        given = self
+
+        class Named(Beside):
+            def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
+                super().__init__(device, use, priority)
+                self.use = use
+                given.priorities[use] = priority
+
+            @contextmanager
+            def run(self) -> Iterator[None]:  # type: ignore[override]
+                given.stream = self.use
+                yield
+                given.stream = "caller's"
+
+            def done(self) -> Transfer:
+                number = len(given.kernels)
+
+                def wait() -> None:
+                    given.ended = number
+
+                return wait if "kernels" in self.use else super().done()
+
+        for module in (ring, homeward):
+            monkeypatch.setattr(module, "Beside", Named)
+
+    def kernel(self) -> None:
+        self.kernels.append((self.stream, len(self.kernels) - self.ended))
+
+
+def plan_of(steps: int) -> Plan:
+    return make_plan(Layout("zigzag", 8 * (steps + 1), steps + 1), Mask(causal=True), rank=1)
+
+
 @pytest.mark.parametrize("needs_sms", [False, True])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("part_bytes", [0, 2**28])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_when_kernels_are_given(
+def test_when_a_backward_gives_kernels(
     needs_sms: bool, in_memory: bool, part_bytes: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The own block's first and last; a step's each before the one ahead of it has ended, unless transfers would stand behind
-    it, or kernels must not meet."""
-    # of each kernel: whether it is the own block's, how many heads, on which stream, and how many are being waited for
-    given: list[tuple[bool, int, str, int]] = []
-    ended = 0
-    priorities: dict[str, int] = {}
-    stream = "caller's"
+    """The own block's first and last; each before the one ahead of it has ended, unless transfers would stand behind it, or
+    kernels must not meet."""
+    given, plan = Given(monkeypatch), plan_of(steps)
+    what: list[tuple[bool, int]] = []  # whether it is the own block's, and how many heads
 
     def kernel(dout: torch.Tensor, *args: Any, **_: Any) -> None:
-        given.append((args[7] == own.k_at, dout.shape[2], stream, len(given) - ended))
+        what.append((args[7] == plan.steps[0].k_at, dout.shape[2]))
+        given.kernel()
 
-    class Named(Beside):
-        def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
-            super().__init__(device, use, priority)
-            self.use = use
-            priorities[use] = priority
-
-        @contextmanager
-        def run(self) -> Iterator[None]:  # type: ignore[override]
-            nonlocal stream
-            stream = self.use
-            yield
-            stream = "caller's"
-
-        def done(self) -> Transfer:
-            number = len(given)
-
-            def wait() -> None:
-                nonlocal ended
-                ended = number
-
-            return wait if "kernels" in self.use else super().done()
-
-    for module in (ring, homeward):
-        monkeypatch.setattr(module, "Beside", Named)
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
-    plan = make_plan(Layout("zigzag", 8 * (steps + 1), steps + 1), Mask(causal=True), rank=1)
-    own = plan.steps[0]
     mover = Alone(plan)
     mover.needs_sms = needs_sms
     q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
     ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), mover, 0, backend="reference")
-    together = in_memory and not needs_sms
     parts, heads = (1, 4) if part_bytes else (4, 1)
-    if together:
-        ahead = [int(step == 0 or part > 0) for step in range(steps) for part in range(parts)]
-        others = [(False, heads, ("more kernels", "kernels")[n % 2], its) for n, its in enumerate(ahead)]
-        assert given == [(True, 2, "kernels", 0), *others, (True, 2, "filling", ahead[-1] + 1)]
+    assert what == [(True, 2), *[(False, heads)] * parts * steps, (True, 2)]
+    if in_memory and not needs_sms:
+        others = [(("more kernels", "kernels")[n % 2], 1) for n in range(parts * steps)]
+        assert given.kernels == [("kernels", 0), *others, ("filling", 2)]
+        priorities = given.priorities
         assert priorities["kernels"] == priorities["more kernels"] < priorities["sums"] < priorities["filling"] == 0
     else:
-        kernels = [(True, 2), *[(False, heads)] * parts * steps, (True, 2)]
-        assert [its[:3] for its in given] == [(*its, "caller's") for its in kernels]
-        assert priorities == {"sums": 0}
+        assert {stream for stream, _ in given.kernels} == {"caller's"}
+        assert given.priorities == {"sums": 0}
+
+
+@pytest.mark.parametrize(
+    "in_two, changes",
+    [
+        (True, {}),
+        (False, dict(needs_sms=True)),
+        (False, dict(kv_heads=1)),
+        (False, dict(long=32)),
+        (False, dict(steps=0)),
+    ],
+    ids=str,
+)
+def test_when_a_forward_gives_kernels(in_two: bool, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of half of the heads before the other half's, and those of the step before, have ended; if there are halves, and
+    kernels are long, and transfers do not stand behind them."""
+    how = dict(needs_sms=False, kv_heads=3, long=31, steps=3) | changes
+    given, plan = Given(monkeypatch), plan_of(how["steps"])
+    heads: list[int] = []
+
+    def kernel(q: torch.Tensor, *_: Any, **__: Any) -> None:
+        heads.append(q.shape[2])
+        given.kernel()
+
+    monkeypatch.setattr(ring, "block_forward", kernel)
+    monkeypatch.setattr(ring, "LONG", how["long"])
+    mover = Alone(plan)
+    mover.needs_sms = bool(how["needs_sms"])
+    q, k = torch.zeros(1, 8, 2 * how["kv_heads"], 16), torch.zeros(1, 8, how["kv_heads"], 16)
+    ring.ring_forward(q, k, k, Mask(causal=True), mover, None, 0, backend="reference")
+    if in_two:
+        assert heads == [2, 4] * 4
+        assert given.kernels == [("kernels", 0), ("more kernels", 1), *[("kernels", 2), ("more kernels", 3)] * 3]
+        assert given.priorities["kernels"] == given.priorities["more kernels"]
+    else:
+        assert heads == [q.shape[2]] * (how["steps"] + 1)
+        assert {stream for stream, _ in given.kernels} == {"caller's"}
 
 
 def test_ranks_without_tokens_have_a_backward_where_documents_have_padding(pools) -> None:

@@ -34,7 +34,7 @@ class Case:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
-    long: int = 0  # rows from which on a forward may give kernels two at a time
+    long: int = 0  # above how many rows and steps a forward may give kernels two at a time
     device: str = "cpu"
 
     def __str__(self) -> str:
