@@ -210,6 +210,20 @@ def ring(result: Result) -> str:
     return "\n".join(lines) + "\n\n" + _origin(result)
 
 
+def rehearsal(result: Result) -> str:
+    """What each rank of a ring would compute of a kernel alone, a row a setting; in cycles, too, where these were counted."""
+    named = {row["rank"]: "alone, TFLOP/s" if row["rank"] is None else f"rank {row['rank']}" for row in result["rows"]}
+    lines = [f"| {result['ranks']} ranks, share of alone (in cycles) | " + " | ".join(named.values()) + " |"]
+    lines.append("|---" * (len(named) + 1) + "|")
+    for setting in dict.fromkeys(row["setting"] for row in result["rows"]):
+        cells = [setting]
+        for row in (row for row in result["rows"] if row["setting"] == setting):
+            cycles = f" ({row['cycles_share']:.1%})" if "cycles_share" in row else ""
+            cells.append(_number(row["both_tflops"]) if row["rank"] is None else f"{row['both_share']:.1%}{cycles}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + _origin(result)
+
+
 def train(result: Result) -> str:
     """Whole training steps, a row a run; then how far the losses of runs are apart that should have the same."""
     lines = [
@@ -270,6 +284,7 @@ KINDS: dict[str, Callable[[Result], str]] = {
     "attention": attention,
     "tiles": tiles,
     "ring": ring,
+    "rehearsal": rehearsal,
     "train": train,
     "tries": tries,
 }

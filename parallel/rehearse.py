@@ -180,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4, help="of the ring that is rehearsed (default %(default)s)")
     parser.add_argument("--rank", nargs="+", type=int, metavar="R", help="which of them (default all)")
     parser.add_argument("--tokens", nargs="+", metavar="N", default=["8k", "32k"] if cuda else ["256"], help="per rank")
-    parser.add_argument("--heads", default="16/16" if cuda else "4/2", metavar="Q/KV", help="query and KV heads")
+    heads = ["16/16"] if cuda else ["4/2"]
+    parser.add_argument("--heads", nargs="+", default=heads, metavar="Q/KV", help="query and KV heads")
     parser.add_argument("--head-dim", type=int, default=128 if cuda else 32, metavar="D")
     parser.add_argument("--window", type=int, metavar="W", help="a causal window instead of plain causal")
     parser.add_argument("--layout", choices=KINDS, default="zigzag")
@@ -214,14 +215,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None and not args.json.parent.is_dir():
         parser.error(f"{args.json.parent} is no folder: make it first")
     try:
-        heads, kv_heads = (int(n) for n in args.heads.split("/"))
-        settings = [Setting(count(n), heads, kv_heads, args.head_dim, args.window) for n in args.tokens]
+        pairs = [(int(q), int(kv)) for q, kv in (pair.split("/") for pair in args.heads)]
+        settings = [Setting(count(n), *pair, args.head_dim, args.window) for n in args.tokens for pair in pairs]
     except ValueError:
-        parser.error(f"--tokens {args.tokens} are counts such as 8192 or 8k, --heads {args.heads} a pair such as 16/4")
+        parser.error(f"--tokens {args.tokens} are counts such as 8192 or 8k, --heads {args.heads} pairs such as 16/4")
     if any(min(each.tokens, each.heads, each.kv_heads, each.head_dim) < 1 for each in settings):
         parser.error("--tokens, --heads and --head-dim must be at least 1")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
-    result: Row = {"kind": "rehearsal", **machine(device), "dtype": dtype, "ranks": args.ranks, "rows": []}
+    result: Row = {"kind": "rehearsal", **machine(device), "dtype": dtype, "ranks": args.ranks, "link": args.link, "rows": []}
     result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *(sys.argv[1:] if argv is None else argv)])
     for setting in settings:
         layout = Layout(args.layout, setting.tokens * args.ranks, args.ranks)

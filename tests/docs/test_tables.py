@@ -118,6 +118,24 @@ def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
     assert tables._counted(result, ["fa4", "triton"], labels) == []
 
 
+def test_what_ranks_of_a_rehearsal_would_lose(house: Path) -> None:
+    result = json.loads((house / "docs" / "results" / "attention-h200.json").read_text()) | {"kind": "rehearsal", "ranks": 2}
+    shares = [(None, 1.0, 1.0), (0, 0.9123, 0.9), (1, 0.95, 0.9876)]
+    result["rows"] = [
+        {"setting": name, "rank": rank, "both_tflops": 601.4, "both_share": share}
+        | ({"cycles_share": its} if name == "8k" else {})
+        for name in ("8k", "32k")
+        for rank, share, its in shares
+    ]
+    lines = tables.rehearsal(result).splitlines()
+    assert lines[:4] == [
+        "| 2 ranks, share of alone (in cycles) | alone, TFLOP/s | rank 0 | rank 1 |",
+        "|---|---|---|---|",
+        "| 8k | 601 | 91.2% (90.0%) | 95.0% (98.8%) |",
+        "| 32k | 601 | 91.2% | 95.0% |",
+    ]
+
+
 def test_why_a_clock_was_low_and_what_was_busy() -> None:
     power = dict(forward_watts=695.6, forward_watts_limit=700.0, forward_held_down=1.0)
     power |= dict(backward_watts=646.2, backward_watts_limit=700.0, backward_held_down=0.75)

@@ -49,11 +49,13 @@ def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest
 
 def test_a_line_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rehearsal.json"
-    assert rehearse.main([*TINY, "--ranks", "3", "--json", str(path)]) == 0
+    assert rehearse.main([*TINY, "--ranks", "3", "--heads", "4/2", "4/4", "--link", "250", "--json", str(path)]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("48-h4-2-d16", "alone", "rank 0", "rank 1", "rank 2")) and "rank 3" not in shown
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["rank"] for row in rows] == [None, 0, 1, 2] and rows[0]["both_share"] == 1
+    result = json.loads(path.read_text())
+    rows = result["rows"]
+    assert [row["rank"] for row in rows] == [None, 0, 1, 2] * 2 and rows[0]["both_share"] == rows[4]["both_share"] == 1
+    assert result["link"] == 250 and {row["setting"] for row in rows} == {"48-h4-2-d16", "48-h4-4-d16"}
     assert all(row["both_share"] > 0 and row["both_tflops"] > 0 for row in rows)
 
 
@@ -73,7 +75,8 @@ def test_compiling_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--ranks 1", "at least 2"),
         ("--rank 4", "0 … 3"),
-        ("--heads 4", "a pair"),
+        ("--heads 4/2 4", "pairs"),
+        ("--link -1", "positive"),
         ("--heads 5/2", "multiple"),
         ("--window 0", "window"),
         ("--tokens 0", "at least 1"),
