@@ -223,7 +223,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--tokens, --heads and --head-dim must be at least 1")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     result: Row = {"kind": "rehearsal", **machine(device), "dtype": dtype, "ranks": args.ranks, "link": args.link, "rows": []}
-    result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *(sys.argv[1:] if argv is None else argv)])
+    given = sys.argv[1:] if argv is None else argv
+    where = {
+        at + step for at, word in enumerate(given) if word == "--json" for step in (0, 1)
+    }  # says nothing of what was measured
+    result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *(x for at, x in enumerate(given) if at not in where)])
     for setting in settings:
         layout = Layout(args.layout, setting.tokens * args.ranks, args.ranks)
         how = args.rounds, args.rep, args.cycles, args.backend, args.link * 1e9, device, DTYPES[dtype]

@@ -44,7 +44,7 @@ COPIED = ("copy", "copy_all")
 # What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
 # and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
 # parallel.bench have it ahead. On one host copy engines are, for a forward and its backward on two GPUs, at 8k and 32k tokens a
-# GPU, with and without GQA (docs/results/ring-2-p2p-h100.json).
+# GPU, with and without GQA (docs/results/ring-2-h100.json).
 AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
     "one host": ((None, "copy", "copy"),),

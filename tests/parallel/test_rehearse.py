@@ -49,13 +49,14 @@ def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest
 
 def test_a_line_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rehearsal.json"
-    assert rehearse.main([*TINY, "--ranks", "3", "--heads", "4/2", "4/4", "--link", "250", "--json", str(path)]) == 0
+    assert rehearse.main([*TINY, "--ranks", "3", "--heads", "4/2", "4/4", "--json", str(path), "--link", "250"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("48-h4-2-d16", "alone", "rank 0", "rank 1", "rank 2")) and "rank 3" not in shown
     result = json.loads(path.read_text())
     rows = result["rows"]
     assert [row["rank"] for row in rows] == [None, 0, 1, 2] * 2 and rows[0]["both_share"] == rows[4]["both_share"] == 1
-    assert result["link"] == 250 and {row["setting"] for row in rows} == {"48-h4-2-d16", "48-h4-4-d16"}
+    assert result["command"].endswith("--heads 4/2 4/4 --link 250") and result["link"] == 250
+    assert {row["setting"] for row in rows} == {"48-h4-2-d16", "48-h4-4-d16"}
     assert all(row["both_share"] > 0 and row["both_tflops"] > 0 for row in rows)
 
 
