@@ -12,7 +12,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
-WITHOUT_RANKS = ("test_streams", "test_generate", "test_cache")  # of tests that take long
+WITHOUT_RANKS = (  # of tests that take long
+    "test_streams", "test_generate", "test_cache", "test_layout", "test_data", "test_evaluate", "test_model", "test_weights",
+)  # fmt: skip
 
 
 def needs_machine(item: pytest.Item) -> bool:
@@ -31,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("compiled once"))
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if getattr(session.config.option, "loadgroup", False):  # of a worker
+        marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        if not all("@" in item.nodeid for item in marked):
+            raise pytest.UsageError(
+                f"pytest-xdist does not keep tests of a group together with pytest {pytest.__version__}: install what "
+                "constraints.txt names, or leave out -n"
+            )
 
 
 @pytest.fixture
