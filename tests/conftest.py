@@ -1,6 +1,8 @@
 """Where the tests run: on the GPU if there is one, else with Triton's interpreter. Nothing here may import triton first."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +19,17 @@ WITHOUT_RANKS = (  # of tests that take long
 )  # fmt: skip
 
 
-def needs_machine(item: pytest.Item) -> bool:
+def needs_machine(path: Path) -> bool:
     """For its ranks. What takes long and has none is a worker's like any other."""
-    return "kernels" not in item.path.parts and item.path.stem not in WITHOUT_RANKS
+    return "kernels" not in path.parts and path.stem not in WITHOUT_RANKS
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where pytest has workers, any takes tests of one process; after these all others, which need the machine, go to one."""
-    items.sort(key=needs_machine)
+    items.sort(key=lambda item: needs_machine(item.path))
     for item in items:
-        if needs_machine(item):
+        if needs_machine(item.path):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem == "test_ahead":
             item.add_marker(pytest.mark.xdist_group("compiled once"))
@@ -35,14 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if getattr(session.config.option, "loadgroup", False):  # of a worker
-        marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
-        if not all("@" in item.nodeid for item in marked):
-            raise pytest.UsageError(
-                f"pytest-xdist does not keep tests of a group together with pytest {pytest.__version__}: install what "
-                "constraints.txt names, or leave out -n"
-            )
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """pytest-xdist writes groups behind names, which not every pytest allows."""
+    grouped = node.config.option.dist == "loadgroup"
+    if grouped and any(needs_machine(Path(name.partition("::")[0])) and "@" not in name for name in ids):
+        pytest.exit(
+            f"With pytest {pytest.__version__} this pytest-xdist gives tests of one group to any worker: install what "
+            "constraints.txt names, or leave out -n",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 @pytest.fixture
