@@ -146,7 +146,7 @@ def consume(
         s, factor = hide(s, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
         weights, reference, total, _shrink, late = take_weights(s, factor, least, v_tile.dtype, True)
         if CARRIES:  # now, so that the first weights do not wait for it
-            weight = gl.where((reference == least) & (base > NOTHING), CARRY, gl.exp2(base - reference))
+            weight = gl.where((reference == least) & (least < base), CARRY, gl.exp2(base - reference))
             total += weight / 4  # each of a row's four threads has a part
             if memory[3] is not None:
                 acc = scale_rows(acc, weight, late)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from .triton_common import exponents
 
-NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key yet. Finite: what is hidden is then 0, and not NaN
+NOTHING = gl.constexpr(-3e38)  # the reference of a row without key or carry yet. Finite: what is hidden is then 0, and not NaN
 LIMIT = gl.constexpr(4096.0)  # of a thread's part of a tile's sum; fp16, which ends at 65504, can hold such weights too
 # of (row, part): the four threads that share a row have a part each
 LANES = gl.constexpr(

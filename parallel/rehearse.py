@@ -1,4 +1,4 @@
-"""How fast the ranks of a ring compute, on one GPU: a ring's rehearsal, in which what travels is there already.
+"""How fast the ranks of a ring compute, on one GPU: a ring's rehearsal, in which nothing travels.
 
     python -m parallel.rehearse --ranks 4 --tokens 8k 32k
     python -m parallel.rehearse --ranks 8 --tokens 128k --heads 16/4 --rank 0 7 --cycles
@@ -45,7 +45,8 @@ CLOCK = 1.7e9  # about what a GPU's is while it computes
 
 
 class There(Mover):
-    """All is there before anybody asks, in memory that stays; but only after a while it says so."""
+    """All is there before anybody asks, in memory that stays; but only after a while it says so. (What waits meanwhile is a
+    thread of a multiprocessor, where copy engines need none: if anything, ranks are faster than this.)"""
 
     needs_sms = False
 
@@ -164,7 +165,7 @@ def measure(
 def report(setting: Setting, layout: Layout, rows: list[Row]) -> str:
     counted = "cycles_share" in rows[0]
     lines = [
-        f"\n{setting.name}: {setting.tokens} tokens on each of {layout.ranks} ranks, {layout.kind}, with nothing that travels",
+        f"\n{setting.name}: {setting.tokens} tokens on each of {layout.ranks} ranks, {layout.kind}, on one GPU",
         f"  {'':<8}{'TFLOP/s':>9}{'share of alone':>16}{'forward':>9}" + (f"{'in cycles':>11}" if counted else ""),
     ]
     for row in rows:
@@ -224,10 +225,10 @@ def main(argv: list[str] | None = None) -> int:
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     result: Row = {"kind": "rehearsal", **machine(device), "dtype": dtype, "ranks": args.ranks, "link": args.link, "rows": []}
     given = sys.argv[1:] if argv is None else argv
-    where = {
-        at + step for at, word in enumerate(given) if word == "--json" for step in (0, 1)
-    }  # says nothing of what was measured
-    result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *(x for at, x in enumerate(given) if at not in where)])
+    if args.json is not None:  # where it went says nothing of what was measured
+        at = next(at for at, word in enumerate(given) if word.startswith("--js"))
+        given = [*given[:at], *given[at + (1 if "=" in given[at] else 2) :]]
+    result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *given])
     for setting in settings:
         layout = Layout(args.layout, setting.tokens * args.ranks, args.ranks)
         how = args.rounds, args.rep, args.cycles, args.backend, args.link * 1e9, device, DTYPES[dtype]

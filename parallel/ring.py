@@ -82,10 +82,9 @@ def ring_forward(
             with stream.run():
                 block(index, step, k_block, v_block, kv_heads)
             kernels.given(used if kv_heads is groups[-1] else lambda: None)
-        kernels.wait_for_all_but(len(groups) if in_two else 0)
+        kernels.wait_for_all_but(len(groups) if in_two and index < len(plan.steps) - 1 else 0)
         if index == final - 1 and plan.unfinished:
             kernels.before(casts)
-    kernels.wait_for_all_but(0)
     if plan.unfinished:  # these had seen their last key before the last kernel, which wrote its rows in the final dtype
         with casts.run():
             for rows in plan.unfinished:
@@ -206,7 +205,8 @@ def ring_backward(
                 second_sums = second_half()
             kernels.given(partial(hand_on, index, kv_heads, part, used))
             kernels.wait_for_all_but(1 if together else 0)
-    kernels.wait_for_all_but(0)
+        if index == len(others):  # before the mover waits for late readers: what was made is sent all the same
+            kernels.wait_for_all_but(0)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)

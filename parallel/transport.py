@@ -130,8 +130,8 @@ def _parts(nbytes: int, heads: int, rows: int) -> int:
 def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor, Callable[[], None]]]:
     """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then.
 
-    The last is to be called when the current stream comes behind all that reads these: what another step needs comes to where
-    they are. Not later than that step is asked for but one.
+    The last item is to be called once the current stream comes behind all that reads the keys, and before the step after next
+    is asked for, whose keys come to where they are.
     """
     own, *others = mover.plan.steps
     mine = own.pieces[0].rows

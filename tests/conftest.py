@@ -19,17 +19,18 @@ WITHOUT_RANKS = (  # of tests that take long
 )  # fmt: skip
 
 
-def needs_machine(path: Path) -> bool:
-    """For its ranks. What takes long and has none is a worker's like any other."""
+def needs_machine(name: str) -> bool:
+    """For its ranks. A test that takes long and has none is a worker's like any other."""
+    path = Path(name.partition("::")[0])
     return "kernels" not in path.parts and path.stem not in WITHOUT_RANKS
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where pytest has workers, any takes tests of one process; after these all others, which need the machine, go to one."""
-    items.sort(key=lambda item: needs_machine(item.path))
+    items.sort(key=lambda item: needs_machine(item.nodeid))
     for item in items:
-        if needs_machine(item.path):
+        if needs_machine(item.nodeid):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem == "test_ahead":
             item.add_marker(pytest.mark.xdist_group("compiled once"))
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """pytest-xdist writes groups behind names, which not every pytest allows."""
     grouped = node.config.option.dist == "loadgroup"
-    if grouped and any(needs_machine(Path(name.partition("::")[0])) and "@" not in name for name in ids):
+    if grouped and any(needs_machine(name) and "@" not in name for name in ids):
         pytest.exit(
             f"With pytest {pytest.__version__} this pytest-xdist gives tests of one group to any worker: install what "
             "constraints.txt names, or leave out -n",

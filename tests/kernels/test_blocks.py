@@ -233,6 +233,29 @@ def test_an_empty_block_is_the_carry(backend: str, dtype: torch.dtype, device: s
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("backend, dtype", ENGINES)
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_rows_that_see_none_of_a_block_keep_the_carry(size: float, backend: str, dtype: torch.dtype, device: str) -> None:
+    """To the last bit."""
+    q, k, v, _ = inputs(dtype, device)
+    out, lse = block_forward(q, k, v, None, last=False, backend=backend)
+    before, seen = (out * size, lse * size), LENGTH // 2
+    at = whole(LENGTH), [(seen, 1, LENGTH - seen)]
+    after = block_forward(q, k[:, seen:], v[:, seen:], Mask(causal=True), *at, carry=before, last=False, backend=backend)
+    assert torch.equal(after[0][:, :seen], before[0][:, :seen]) and torch.equal(after[1][:, :, :seen], before[1][:, :, :seen])
+    assert not torch.equal(after[1][:, :, seen:], before[1][:, :, seen:]) or size > 1
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("hopper", marks=pytest.mark.hopper)])
+def test_a_carry_counts_where_scores_are_so_large_that_64_is_nothing_beside_them(backend: str, device: str) -> None:
+    q = torch.full((1, 64, 1, 64), 2.0**14, dtype=torch.bfloat16, device=device)
+    k, v = -q.tile(1, 2, 1, 1), -torch.ones(1, 128, 1, 64, dtype=torch.bfloat16, device=device)
+    carry = torch.ones(1, 64, 1, 64, device=device), torch.full((1, 1, 64), -(2.0**34), device=device)
+    at = whole(64), whole(128)
+    out, _ = block_forward(q, k, v, None, *at, carry=carry, last=False, scale=1.0, backend=backend)
+    torch.testing.assert_close(out, torch.full_like(out, -127 / 129))
+
+
 @pytest.mark.parametrize("accumulate", [True, False, "dq"])
 @pytest.mark.parametrize("backend, dtype", ENGINES)
 def test_no_queries_give_no_gradients(backend: str, dtype: torch.dtype, accumulate: bool | str, device: str) -> None:

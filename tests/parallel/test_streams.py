@@ -120,9 +120,7 @@ def test_any_order_is_right(
     monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
     monkeypatch.setattr(transport, "SHORT", 0)
     for seed, in_memory in itertools.product(range(6 if sequence is EVEN else 2), (False, True)):
-        monkeypatch.setattr(
-            ring, "LONG", 0 if in_memory else ring.LONG
-        )  # with two kernels at work at a time in the forward, too
+        monkeypatch.setattr(ring, "LONG", 0 if in_memory else LONG)  # then two kernels are at work in a forward, too
         wrong = wrong_by([sequence], ranks, seed, steps_of, in_memory)
         assert wrong <= (1e-12 if sequence.dtype == torch.float64 else 0.1)
 
@@ -163,6 +161,31 @@ def test_a_late_reader_holds_up_nobody(
     machine.run(held=True)
     right = [float((out - call.wanted[rank][0]).abs().max()) <= 1e-12 for rank, out in enumerate(outs)]
     assert right == [rank != late for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_a_late_reader_holds_up_no_other_gradients(late: int, in_memory: bool) -> None:
+    """A rank that never begins gives and takes nothing: its neighbours wait, but what they made for theirs is sent."""
+    machine, ranks, grads = Machine(5, late), 5, []
+    sequence = Sequence("contiguous", 8, 0, 1, (2, 2), (16, 16), window=4)
+    inputs = sequence.inputs(ranks, 0)[0]
+    call = call_of(sequence, inputs, ranks, "copy")
+    lse = attention(*inputs[:3], call.mask, scale=0.25, backend="reference", return_lse=True)[1]
+    stats = [Layout("contiguous", 40, ranks).shard(lse, 2, rank).contiguous() for rank in range(ranks)]
+    with installed(machine, in_memory):
+        for rank in range(ranks):
+            machine.current = rank, "caller"
+            if rank == late:
+                machine.give(lambda: None, lambda: False)
+            q, k, v, dout = call.shards[rank]
+            mover = CopyEngines(pair_of(late, rank), call.plans[rank][1], torch.device("cpu"))
+            given = dout, None, q, k, v, call.wanted[rank][0], stats[rank], call.mask, mover, 0
+            grads.append(ring_backward(*given, **OPTIONS)[:3])
+    machine.run(held=True)
+    for rank, its in enumerate(grads):
+        right = [float((x - y).abs().max()) <= 1e-12 for x, y in zip(its, call.wanted[rank][1:], strict=True)]
+        assert all(right) == (abs(rank - late) > 1), (rank, right)
 
 
 def test_after_an_error_all_that_stands_beside_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
