@@ -56,7 +56,7 @@ def ring_forward(
     acc = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     # A step's kernel is two, of half of the heads each, where these may be at work at the same time.
-    in_two = len(plan.steps) > 1 and overlap(mover, mask) and k.shape[2] > 1 and q.shape[1] * len(plan.steps) > LONG
+    in_two = len(plan.steps) > 1 and may_overlap(mover, mask) and k.shape[2] > 1 and q.shape[1] * len(plan.steps) > LONG
     half = k.shape[2] // 2 if in_two else 0
     groups = [slice(begin, end) for begin, end in ((0, half), (half, k.shape[2])) if begin < end]
     kernels = InTurn(kernel_streams(q.device) if in_two else [Here()])
@@ -122,7 +122,7 @@ def ring_backward(
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
         return dk, dv
 
-    together = overlap(mover, mask) and adds_in_memory(q, v, **options)  # then kernels may add to dq at the same time
+    together = may_overlap(mover, mask) and adds_in_memory(q, v, **options)  # then kernels may add to dq at the same time
     # "Block" is then of the keys that others have gradients for, if these are few: the rest's gradients need no sums, and their
     # kernels fill whatever others leave idle. (Elsewhere there would be less to hide behind, or a kernel more that goes over
     # all queries.)
@@ -225,7 +225,7 @@ def ring_backward(
     return dq, dk, dv, delta
 
 
-def overlap(mover: Mover, mask: Mask) -> bool:
+def may_overlap(mover: Mover, mask: Mask) -> bool:
     """Whether kernels may be at work at the same time. (Where a mask has padding a kernel copies what it reads, and what a
     stream has of memory serves no other.)"""
     return not mover.needs_sms and not mask.has_padding
