@@ -23,7 +23,7 @@ train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see python -m launch --
 	$(BIN)/python -m launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
 test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 compat: $(VENV)/.dev  ## the Hopper kernels with each triton that we support; needs a network, some minutes, no GPU
 	$(BIN)/python -m tests.kernels.compat

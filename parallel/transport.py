@@ -159,5 +159,7 @@ def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tens
         (k_rows, v_rows), arrived = on_the_way.popleft()
         arrived()
         moved["kv"] += bool(step.pieces)
-        yield index, step, by_rows(k_rows), by_rows(v_rows), functools.partial(fetch, index + 2)
+        # (nothing else than what is still to be fetched holds the rooms: behind the last step they are given back)
+        more = index + 2 <= len(others)
+        yield index, step, by_rows(k_rows), by_rows(v_rows), functools.partial(fetch, index + 2) if more else lambda: None
     mover.used()

@@ -1,8 +1,6 @@
 """Where the tests run: on the GPU if there is one, else with Triton's interpreter. Nothing here may import triton first."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,40 +12,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
-WITHOUT_RANKS = (  # of tests that take long
-    "test_streams", "test_generate", "test_cache", "test_layout", "test_data", "test_evaluate", "test_model", "test_weights",
+# Files that take longest, so that workers end together. Ranks of one stand beside tests of one process of the next.
+FIRST = (
+    "test_run", "test_blocks", "test_ring", "test_streams", "test_parity", "test_hopper_on_cpu", "test_resume", "test_backends",
+    "test_ahead", "test_op", "test_faults",
 )  # fmt: skip
 
 
-def needs_machine(name: str) -> bool:
-    """For its ranks. A test that takes long and has none is a worker's like any other."""
-    path = Path(name.partition("::")[0])
-    return "kernels" not in path.parts and path.stem not in WITHOUT_RANKS
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where pytest has workers, any takes tests of one process; after these all others, which need the machine, go to one."""
-    items.sort(key=lambda item: needs_machine(item.nodeid))
+    """Where pytest has workers, each takes the next file."""
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     for item in items:
-        if needs_machine(item.nodeid):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif item.path.stem == "test_ahead":
-            item.add_marker(pytest.mark.xdist_group("compiled once"))
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """pytest-xdist writes groups behind names, which not every pytest allows."""
-    grouped = node.config.option.dist == "loadgroup"
-    if grouped and any(needs_machine(name) and "@" not in name for name in ids):
-        pytest.exit(
-            f"With pytest {pytest.__version__} this pytest-xdist gives tests of one group to any worker: install what "
-            "constraints.txt names, or leave out -n",
-            returncode=pytest.ExitCode.USAGE_ERROR,
-        )
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ SHARES = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # about as long e
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict]:
-    """By two processes at once: nothing else runs meanwhile, and compiling uses one core."""
+    """By two processes at once, as compiling uses one core."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     started = [
         subprocess.Popen(
