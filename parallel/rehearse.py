@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     result: Row = {"kind": "rehearsal", **machine(device), "dtype": dtype, "ranks": args.ranks, "link": args.link, "rows": []}
     given = sys.argv[1:] if argv is None else argv
     if args.json is not None:  # where it went says nothing of what was measured
-        at = next(at for at, word in enumerate(given) if word.startswith("--js"))
+        at = next(at for at, word in enumerate(given) if word.startswith("--j"))  # however short
         given = [*given[:at], *given[at + (1 if "=" in given[at] else 2) :]]
     result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *given])
     for setting in settings:
