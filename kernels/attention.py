@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block import Carry
-from .blocks import BACKENDS, block_backward, block_forward, choose_backend, output_delta
-from .checks import check_mask, check_options, check_qkv, check_sinks, check_tangents
-from .mask import Bounds, Mask
-from .operators import operator
-from .reference import accumulation_dtype
+from ringspan.kernels.backends.block import Carry
+from ringspan.kernels.backends.choose import BACKENDS, choose_backend
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.mask import Bounds, Mask
+from ringspan.kernels.runtime.custom_op import operator
+from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.kernels.validate import check_mask, check_options, check_qkv, check_sinks, check_tangents
 
 __all__ = ["BACKENDS", "attention"]
 

@@ -9,20 +9,28 @@ the carry (out, lse) of earlier blocks left; carry, lse, delta and the gradients
 is checked before a kernel starts, and nothing here waits for the device.
 """
 
-import functools
-import importlib
-import os
-import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .block import Block, Carry, Gradients
-from .checks import (
+from ringspan.kernels.backends.block import Block, Carry, Gradients
+from ringspan.kernels.backends.choose import backend_module, choose_backend
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.runtime.call_cache import (
+    EVERYTHING,
+    CachedCall,
+    Positions,
+    lookup,
+    read_once,
+    rules_of,
+    tensor_signatures,
+)
+from ringspan.kernels.segments import Segment, check_segments, positions, whole
+from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.kernels.validate import (
     check_address,
     check_block,
     check_gradients,
@@ -33,80 +41,6 @@ from .checks import (
     check_options,
     check_qkv,
 )
-from .compat import hopper_runs_on, triton_runs_on
-from .mask import Mask
-from .passed import EVERYTHING, Passed, Place, forms, once, read_once, rules_of
-from .reference import accumulation_dtype
-from .segments import Segment, check_segments, positions, whole
-
-BACKENDS = ("reference", "chunked", "triton", "hopper")
-MODULES = {
-    "reference": ("reference", "reference"),
-    "chunked": ("chunked", "chunked"),
-    "triton": ("triton_forward", "triton_backward"),
-    "hopper": ("hopper_forward", "hopper_backward"),
-}
-
-
-def choose_backend(
-    name: str,
-    q: Tensor,
-    v: Tensor,
-    *,
-    scale: float = 1.0,
-    dropout: float = 0.0,
-) -> str:
-    """The backend that runs, or a ValueError that says why the named one cannot."""
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
-    obstacles = {"triton": _triton_obstacle(q, v)}
-    obstacles["hopper"] = _hopper_obstacle(q, scale, dropout) or obstacles["triton"]
-    if obstacle := obstacles.get(name):
-        instead = "chunked" if obstacles["triton"] else "triton"
-        raise ValueError(f"backend={name!r} {obstacle}: use backend={instead!r}, or 'auto' to let the inputs decide")
-    if name != "auto":
-        return name
-    if obstacles["triton"] is None and q.device.type != "cpu":
-        if obstacles["hopper"] is None:
-            return _say("hopper", "its kernels take these inputs")
-        return _say("triton", f"hopper {obstacles['hopper']}")
-    reason = obstacles["triton"]
-    return _say("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
-
-
-def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
-    if q.dtype == torch.float64:
-        return "has no fp64"
-    if q.device.type != "meta" and not triton_runs_on(q.device):
-        return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
-    widest = max(q.shape[-1], v.shape[-1])
-    return f"takes head dims up to 256, not {widest}" if widest > 256 else None
-
-
-def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
-    if not hopper_runs_on(q.device):
-        return "needs an sm_90 GPU (H100, H200)"
-    if q.dtype == torch.float32:
-        return "multiplies bf16 and fp16 only"
-    if dropout:
-        return "has no registers left for dropout"
-    return f"takes scales from 1e-30 on, not {scale}" if scale < 1e-30 else None
-
-
-def _say(backend: str, reason: str) -> str:
-    if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
-        _say_once(backend, reason)
-    return backend
-
-
-@functools.cache
-def _say_once(backend: str, reason: str) -> None:
-    print(f"ringspan: attention runs on {backend}: {reason}", file=sys.stderr)
-
-
-@functools.cache
-def _module(backend: str, backward: bool) -> ModuleType:
-    return importlib.import_module(f".{MODULES[backend][backward]}", __package__)
 
 
 def block_forward(
@@ -139,26 +73,28 @@ def block_forward(
     check_head_start(head_start)
     segments = read_once(q_at), read_once(k_at)
 
-    def check() -> Place:
+    def check() -> Positions:
         place = _place(q, k, v, *segments)
         check_block(q, v, carry, last, into)
         return place
 
     bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
-    passed = once((forms((q, k, v)), forms(carry), forms(into), last, segments, rules), check)
-    if rules and passed.again:
+    passed = lookup(
+        (tensor_signatures((q, k, v)), tensor_signatures(carry), tensor_signatures(into), last, segments, rules), check
+    )
+    if rules and passed.replay:
         out, lse = into or new_outputs(q, v, last)
-        passed.again(q, k, v, passed.bounds or bounds, carry, out, lse)
+        passed.replay(q, k, v, passed.bounds or bounds, carry, out, lse)
         return out, lse
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
     block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options)
     if into is not None:
         check_address("into's out", into[0])
-    run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
+    run = backend_module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
     out, lse = into or new_outputs(q, v, last)
     if lse.numel():
         with _own_precision(q):
-            passed.again = run.block_forward(block, carry, out, lse)
+            passed.replay = run.block_forward(block, carry, out, lse)
     return out, lse
 
 
@@ -178,7 +114,7 @@ def output_delta(
     if dout.ndim != 4 or dout.shape != out.shape:
         raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree and be (B, S, Hq, Dv)")
     if choose_backend(backend, out, out) in ("triton", "hopper"):
-        delta = _module("triton", backward=True).output_delta(dout, out)
+        delta = backend_module("triton", backward=True).output_delta(dout, out)
     else:
         acc = accumulation_dtype(out.dtype)
         with _own_precision(out):
@@ -228,52 +164,34 @@ def block_backward(
     check_head_start(head_start)
     segments = read_once(q_at), read_once(k_at)
 
-    def check() -> Place:
+    def check() -> Positions:
         place = _place(q, k, v, *segments)
         check_gradients(q, k, v, gradients, accumulate)
         return place
 
     bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
-    passed = once((forms((q, k, v, *gradients)), accumulate, segments, rules), check)
-    if rules and passed.again:
-        passed.again(q, k, v, passed.bounds or bounds, gradients)
+    passed = lookup((tensor_signatures((q, k, v, *gradients)), accumulate, segments, rules), check)
+    if rules and passed.replay:
+        passed.replay(q, k, v, passed.bounds or bounds, gradients)
         return
     options = block_options(q, scale, softcap, dropout, seed, deterministic)
     block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options, deterministic)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
-    run = _module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
+    run = backend_module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
     if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
         dk.zero_()
         dv.zero_()
         accumulate = True
     if lse.numel():
         with _own_precision(q):
-            passed.again = run.block_backward(block, gradients, accumulate)
+            passed.replay = run.block_backward(block, gradients, accumulate)
     elif accumulate is not True:  # no queries, no gradients
         dk.zero_()
         dv.zero_()
 
 
-def adds_in_memory(
-    q: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> bool:
-    """Whether block_backward leaves additions to dq to the memory, given its options. Then several may add at a time."""
-    if deterministic:
-        return False
-    chosen = choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout)
-    return getattr(_module(chosen, backward=True), "ADDS_DQ_IN_MEMORY", False)
-
-
-def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Place:
+def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Positions:
     check_qkv(q, k, v)
     if (q_at is None) != (k_at is None):
         raise ValueError("q_at and k_at are given together or not at all")
@@ -285,7 +203,7 @@ def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at
     return q_at, k_at
 
 
-def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, passed: Passed) -> Mask:
+def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, passed: CachedCall) -> Mask:
     """Checked; and where it hides nothing, as of most of a causal ring's blocks, none: then kernels have nothing to compare."""
     mask = EVERYTHING if mask is None else mask
     if not isinstance(mask, Mask) or q_at is None:

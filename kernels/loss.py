@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_tangents
-from .operators import operator
+from ringspan.kernels.runtime.custom_op import operator
+from ringspan.kernels.validate import check_tangents
 
 # Logits per chunk. 2^27 are 512 MiB in fp32: 1024 tokens at V = 128k, so that adding to the fp32 dweight once a chunk stays
 # cheap beside the products. CPU caches want less. Fewer than 128 tokens would starve the products, whatever V is.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import POSITION_LIMIT, Segment, reach
+from ringspan.kernels.segments import POSITION_LIMIT, Segment, reach
 
 NO_LIMIT = 2**31 - 1  # the value of hi where only the number of keys bounds it
 SENTINEL = -1  # "no left" or "no right" in Bounds

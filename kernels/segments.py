@@ -17,7 +17,7 @@ from torch import Tensor
 
 Segment = tuple[int, int, int]
 Segments = tuple[Segment, ...]  # checked, and fit to be the key of a cache
-Run = tuple[slice, Segments]  # rows, and at most two segments whose positions ascend
+SegmentRows = tuple[slice, Segments]  # rows, and at most two segments whose positions ascend
 POSITION_LIMIT = 2**29  # kernels compute positions in int32, and sums of three of them must not overflow
 
 
@@ -77,7 +77,7 @@ def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -
 PIECE = 128  # rows that pieces have a multiple of: kernels are compiled again for numbers that 16 does not divide
 
 
-def in_pieces(run: Run, most: int) -> list[Run]:
+def in_pieces(run: SegmentRows, most: int) -> list[SegmentRows]:
     """A run as runs of about as many rows each, `most` at most, but PIECE at least."""
     rows, segments = run
     count = rows.stop - rows.start
@@ -90,9 +90,9 @@ def in_pieces(run: Run, most: int) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=4096)
-def ascending_runs(segments: Segments) -> tuple[Run, ...]:
+def ascending_runs(segments: Segments) -> tuple[SegmentRows, ...]:
     """In row order, covering all rows."""
-    runs: list[Run] = []
+    runs: list[SegmentRows] = []
     row = 0
     for segment in segments:
         start, _, count = segment

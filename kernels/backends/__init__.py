@@ -1,0 +1,1 @@
+"""The implementations of a block: `reference` and `chunked` in PyTorch, `triton` (portable), `hopper` (Gluon); `choose` picks one."""

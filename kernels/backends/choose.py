@@ -1,0 +1,101 @@
+"""Choose the backend of a call: the named one if it can run, else a ValueError; `auto` by device and inputs."""
+
+import functools
+import importlib
+import os
+import sys
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels.runtime.triton_compat import hopper_runs_on, triton_runs_on
+
+BACKENDS = ("reference", "chunked", "triton", "hopper")
+
+
+MODULES = {
+    "reference": ("reference", "reference"),
+    "chunked": ("chunked", "chunked"),
+    "triton": ("triton.forward", "triton.backward"),
+    "hopper": ("hopper.forward", "hopper.backward"),
+}
+
+
+def choose_backend(
+    name: str,
+    q: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+) -> str:
+    """The backend that runs, or a ValueError that says why the named one cannot."""
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
+    obstacles = {"triton": _triton_obstacle(q, v)}
+    obstacles["hopper"] = _hopper_obstacle(q, scale, dropout) or obstacles["triton"]
+    if obstacle := obstacles.get(name):
+        instead = "chunked" if obstacles["triton"] else "triton"
+        raise ValueError(f"backend={name!r} {obstacle}: use backend={instead!r}, or 'auto' to let the inputs decide")
+    if name != "auto":
+        return name
+    if obstacles["triton"] is None and q.device.type != "cpu":
+        if obstacles["hopper"] is None:
+            return _say("hopper", "its kernels take these inputs")
+        return _say("triton", f"hopper {obstacles['hopper']}")
+    reason = obstacles["triton"]
+    return _say("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
+
+
+def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
+    if q.dtype == torch.float64:
+        return "has no fp64"
+    if q.device.type != "meta" and not triton_runs_on(q.device):
+        return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
+    widest = max(q.shape[-1], v.shape[-1])
+    return f"takes head dims up to 256, not {widest}" if widest > 256 else None
+
+
+def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
+    if not hopper_runs_on(q.device):
+        return "needs an sm_90 GPU (H100, H200)"
+    if q.dtype == torch.float32:
+        return "multiplies bf16 and fp16 only"
+    if dropout:
+        return "has no registers left for dropout"
+    return f"takes scales from 1e-30 on, not {scale}" if scale < 1e-30 else None
+
+
+def _say(backend: str, reason: str) -> str:
+    if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
+        _say_once(backend, reason)
+    return backend
+
+
+@functools.cache
+def _say_once(backend: str, reason: str) -> None:
+    print(f"ringspan: attention runs on {backend}: {reason}", file=sys.stderr)
+
+
+@functools.cache
+def backend_module(backend: str, backward: bool) -> ModuleType:
+    return importlib.import_module(f"ringspan.kernels.backends.{MODULES[backend][backward]}")
+
+
+def adds_in_memory(
+    q: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> bool:
+    """Whether block_backward leaves additions to dq to the memory, given its options. Then several may add at a time."""
+    if deterministic:
+        return False
+    chosen = choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout)
+    return getattr(backend_module(chosen, backward=True), "ADDS_DQ_IN_MEMORY", False)

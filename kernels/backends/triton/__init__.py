@@ -1,0 +1,1 @@
+"""Portable Triton kernels (FlashAttention-2 structure) and their host code."""

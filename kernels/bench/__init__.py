@@ -1,0 +1,1 @@
+"""Benchmarks of attention on one GPU: `ringspan bench kernels`."""

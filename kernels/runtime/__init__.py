@@ -1,0 +1,1 @@
+"""Operator registration, launch and call caches, and compatibility with Triton versions."""
