@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels import Mask, Segment
-from kernels.segments import cut, num_rows, positions
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.segments import Segment, cut, num_rows, positions
 
 KINDS = ("contiguous", "zigzag", "striped")
 

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from . import groups
-from .layout import Layout
+from ringspan.parallel.coordination import process_groups
+from ringspan.parallel.layout import Layout
 
 
 class Mesh:
@@ -41,7 +41,7 @@ class Mesh:
         self.ring_group: ProcessGroup | None = None
         self.ulysses_group: ProcessGroup | None = None
         if dist.is_initialized():
-            self.timeout = self.timeout or groups.timeout_of(dist.distributed_c10d._get_default_group())
+            self.timeout = self.timeout or process_groups.timeout_of(dist.distributed_c10d._get_default_group())
             self._build_groups()
 
     @property
@@ -64,7 +64,7 @@ class Mesh:
         if self.ring > 1:
             sibling = self._group(rings)
             assert self.ring_group is not None and sibling is not None
-            groups.register_sibling(self.ring_group, sibling)
+            process_groups.register_sibling(self.ring_group, sibling)
 
     def _group(self, all_ranks: list[list[int]]) -> ProcessGroup | None:
         """This process's of these groups. Every process makes every group, in this order."""

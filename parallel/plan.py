@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels import Mask, Segment
-from kernels.segments import cut, num_rows
-
-from .layout import Layout
-from .runs import around, length, union, without
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.segments import Segment, cut, num_rows
+from ringspan.parallel.layout import Layout
+from ringspan.parallel.row_ranges import around, length, union, without
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Plan(NamedTuple):
 
 
 Between = tuple[int, int, int, int]  # reader, its segment, owner, its segment
-Run = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
+VisibleRows = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
 
 
 def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = ()) -> Plan:
@@ -106,12 +105,12 @@ def _plan(
 
 
 @lru_cache(maxsize=256)
-def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None) -> dict[Between, Run]:
+def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None) -> dict[Between, VisibleRows]:
     prefix = None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32)
     return _visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
 
 
-def _plan_of(layout: Layout, seen: dict[Between, Run], rank: int, blocks: tuple[int, ...], room: int, few: int) -> Plan:
+def _plan_of(layout: Layout, seen: dict[Between, VisibleRows], rank: int, blocks: tuple[int, ...], room: int, few: int) -> Plan:
     """`room` is how many keys there is to be room for, at least.
 
     Where others' blocks concern no more than `few` rows of the own one, as with a window, the rest of it goes apart: it needs
@@ -170,7 +169,7 @@ def _own_block(layout: Layout, rank: int) -> Step:
 GRAIN = 16  # rows. Kernels are compiled again for numbers that 16 does not divide, and documents end anywhere
 
 
-def _step(layout: Layout, reader: int, owners: list[int], seen: dict[Between, Run]) -> Step:
+def _step(layout: Layout, reader: int, owners: list[int], seen: dict[Between, VisibleRows]) -> Step:
     first, end = layout.local_length, 0
     found: list[tuple[Segment, int, slice]] = []  # where keys stand, whose they are, which rows
     for owner in owners:
@@ -203,7 +202,7 @@ def _step(layout: Layout, reader: int, owners: list[int], seen: dict[Between, Ru
     return Step(slice(first, end), cut(layout.segments(reader), first, end), pieces, [item[0] for item in found])
 
 
-def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, Run]:
+def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, VisibleRows]:
     """(reader, its segment, owner, its segment) → who sees whom; pairs that see nothing are left out."""
     names = [(rank, i) for rank in range(layout.ranks) for i in range(len(layout.segments(rank)))]
     segments = [segment for rank in range(layout.ranks) for segment in layout.segments(rank)]
@@ -236,7 +235,7 @@ def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, Run]:
     }
 
 
-def _widened(run: Run, num_queries: int, num_keys: int) -> Run:
+def _widened(run: VisibleRows, num_queries: int, num_keys: int) -> VisibleRows:
     """To multiples of GRAIN rows, where there are as many; the mask hides the extra rows."""
     first, end, key_first, key_end = (n // GRAIN * GRAIN for n in (run[0], run[1] + GRAIN - 1, run[2], run[3] + GRAIN - 1))
     return first, min(end, num_queries), key_first, min(key_end, num_keys)

@@ -25,17 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import Mask, adds_in_memory, block_backward, block_forward, output_delta
-from kernels.reference import accumulation_dtype
-from kernels.segments import cut
-
-from .beside import Beside, Here, InTurn
-from .homeward import Homeward, Region
-from .mover import Mover
-from .packed import unpack
-from .plan import Step
-from .runs import length, packed, within, without
-from .transport import num_parts, travel
+from ringspan.kernels.backends.choose import adds_in_memory
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.segments import cut
+from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.parallel.gradient_return import GradientReturn, Region
+from ringspan.parallel.plan import Step
+from ringspan.parallel.row_ranges import length, packed, within, without
+from ringspan.parallel.streams import CurrentStream, SideStream, StreamRotation
+from ringspan.parallel.transport.base import Transport, prefetched_steps
+from ringspan.parallel.transport.buffers import unpack
+from ringspan.parallel.transport.select import num_parts
 
 LONG = 2**14  # rows of a shard times steps. Up to here a forward's kernels are so short that twice as many would come late
 
@@ -45,23 +46,23 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    mover: Mover,
+    transport: Transport,
     sink_lse: Tensor | None,
     head_start: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """out in q's dtype and lse of this rank's queries over everybody's keys."""
-    plan, dtype = mover.plan, accumulation_dtype(q.dtype)
+    plan, dtype = transport.plan, accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     acc = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     # A step's kernel is two, of half of the heads each, where these may be at work at the same time.
-    in_two = len(plan.steps) > 1 and may_overlap(mover, mask) and k.shape[2] > 1 and q.shape[1] * len(plan.steps) > LONG
+    in_two = len(plan.steps) > 1 and may_overlap(transport, mask) and k.shape[2] > 1 and q.shape[1] * len(plan.steps) > LONG
     half = k.shape[2] // 2 if in_two else 0
     groups = [slice(begin, end) for begin, end in ((0, half), (half, k.shape[2])) if begin < end]
-    kernels = InTurn(kernel_streams(q.device) if in_two else [Here()])
+    kernels = StreamRotation(kernel_streams(q.device) if in_two else [CurrentStream()])
     final = max(index for index, parts in enumerate(plan.parts) if parts)
-    casts = Beside(q.device, "casts")
+    casts = SideStream(q.device, "casts")
 
     def block(index: int, step: Step, k_block: Tensor, v_block: Tensor, kv_heads: slice) -> None:
         """The kernel of some KV heads; or one for each part of the queries, or none where others alone need the step."""
@@ -75,14 +76,14 @@ def ring_forward(
             into = take(out, rows, heads) if last else sums, stats
             block_forward(take(q, rows, heads), its_k, its_v, mask, *where, into=into, **options)
 
-    for index, step, k_block, v_block, used in travel(mover, k, v):
+    for index, step, k_block, v_block, used in prefetched_steps(transport, k, v):
         for kv_heads in groups:
             stream = kernels.next()
             stream.follow()
             with stream.run():
                 block(index, step, k_block, v_block, kv_heads)
             kernels.given(used if kv_heads is groups[-1] else lambda: None)
-        kernels.wait_for_all_but(len(groups) if in_two and index < len(plan.steps) - 1 else 0)
+        kernels.drain_to(len(groups) if in_two and index < len(plan.steps) - 1 else 0)
         if index == final - 1 and plan.unfinished:
             kernels.before(casts)
     if plan.unfinished:  # these had seen their last key before the last kernel, which wrote its rows in the final dtype
@@ -102,12 +103,12 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
     mask: Mask,
-    mover: Mover,
+    transport: Transport,
     head_start: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's shard, and delta."""
-    own, *others = mover.plan.steps
+    own, *others = transport.plan.steps
     delta = output_delta(dout, out, dlse, backend=options["backend"], mask=mask, q_at=own.q_at)
     if not others:  # nobody needs anything of anybody: a single device's backward
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -122,11 +123,11 @@ def ring_backward(
         dk, dv = (x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v))
         return dk, dv
 
-    together = may_overlap(mover, mask) and adds_in_memory(q, v, **options)  # then kernels may add to dq at the same time
+    together = may_overlap(transport, mask) and adds_in_memory(q, v, **options)  # then kernels may add to dq at the same time
     # "Block" is then of the keys that others have gradients for, if these are few: the rest's gradients need no sums, and their
     # kernels fill whatever others leave idle. (Elsewhere there would be less to hide behind, or a kernel more that goes over
     # all queries.)
-    shared = mover.plan.shared if together else [slice(0, k.shape[1])]
+    shared = transport.plan.shared if together else [slice(0, k.shape[1])]
     apart = without([slice(0, own.num_keys)], shared)
     rows_shared = sum(map(length, shared))
     keys_shared = min(rows_shared, own.num_keys)
@@ -136,12 +137,18 @@ def ring_backward(
             padded[:, own.num_keys :] = 0
     # dK/dV of the block: of its first half, and what others return; those of its second half come to it at the end
     own_sums = k.new_empty((rows_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc)
-    kernels = InTurn(kernel_streams(q.device) if together else [Here()])
-    filling = Beside(q.device, "filling", priority=0) if together else Here()
+    kernels = StreamRotation(kernel_streams(q.device) if together else [CurrentStream()])
+    filling = SideStream(q.device, "filling", priority=0) if together else CurrentStream()
     first, second = halves(own_sums.shape[2], keys_shared, keys_shared)
 
     def block(
-        step: Step, k_block: Tensor, v_block: Tensor, into: tuple[Tensor, Tensor], kv_heads: slice, keys: slice, stream: Beside
+        step: Step,
+        k_block: Tensor,
+        v_block: Tensor,
+        into: tuple[Tensor, Tensor],
+        kv_heads: slice,
+        keys: slice,
+        stream: SideStream,
     ) -> None:
         """One kernel: all queries of the step, some KV heads, some of the step's keys. dk and dv go into two tensors."""
         rows, heads = step.queries, query_heads(q, k, kv_heads)
@@ -164,7 +171,7 @@ def ring_backward(
                 **options,
             )
 
-    def own_block(half: Region, sums: Tensor, stream: Beside) -> None:
+    def own_block(half: Region, sums: Tensor, stream: SideStream) -> None:
         kv_heads, its = half
         for run, at in packed(shared):
             begin, end = max(at.start, its.start), min(at.stop, its.stop)
@@ -187,9 +194,9 @@ def ring_backward(
     free, last = halves(own_sums.shape[2], keys_shared, rows_shared)
     if rows_shared > keys_shared:
         own_sums[keys_shared:, :, free[0]] = 0  # padding, for which there is no kernel
-    parts, priority = num_parts(mover.plan, k, v), -1 if together else 0
-    home = Homeward(mover, own_sums, shared, free, last, parts, width, options["backend"], priority)
-    for index, step, k_block, v_block, used in travel(mover, k, v):
+    parts, priority = num_parts(transport.plan, k, v), -1 if together else 0
+    home = GradientReturn(transport, own_sums, shared, free, last, parts, width, options["backend"], priority)
+    for index, step, k_block, v_block, used in prefetched_steps(transport, k, v):
         if index == 0:
             home.follow()
             own_block(first, own_sums[first[1], :, first[0]], kernels.next())
@@ -204,9 +211,9 @@ def ring_backward(
             if together and index == len(others) and kv_heads.stop == k.shape[2]:
                 second_sums = second_half()
             kernels.given(partial(hand_on, index, kv_heads, part, used))
-            kernels.wait_for_all_but(1 if together else 0)
-        if index == len(others):  # before the mover waits for late readers: what was made is sent all the same
-            kernels.wait_for_all_but(0)
+            kernels.drain_to(1 if together else 0)
+        if index == len(others):  # before the transport waits for late readers: what was made is sent all the same
+            kernels.drain_to(0)
     home.settle()
     # not earlier: while gradients travel memory is short
     dq = sum_q if acc == q.dtype else torch.empty_like(sum_q, dtype=q.dtype)
@@ -225,14 +232,14 @@ def ring_backward(
     return dq, dk, dv, delta
 
 
-def may_overlap(mover: Mover, mask: Mask) -> bool:
+def may_overlap(transport: Transport, mask: Mask) -> bool:
     """Whether kernels may be at work at the same time. (Where a mask has padding a kernel copies what it reads, and what a
     stream has of memory serves no other.)"""
-    return not mover.needs_sms and not mask.has_padding
+    return not transport.needs_sms and not mask.has_padding
 
 
-def kernel_streams(device: torch.device) -> list[Beside]:
-    return [Beside(device, use, priority=-2) for use in ("kernels", "more kernels")]
+def kernel_streams(device: torch.device) -> list[SideStream]:
+    return [SideStream(device, use, priority=-2) for use in ("kernels", "more kernels")]
 
 
 def query_heads(q: Tensor, k: Tensor, kv_heads: slice) -> slice:

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.operators import operator
-
-from . import progress, roll
-from .agree import FIRST, agree
-from .groups import by_name, timeout_of
+from ringspan.kernels.runtime.custom_op import operator
+from ringspan.parallel.coordination import arrivals, progress
+from ringspan.parallel.coordination.argument_check import FIRST, check_same_on_all_ranks
+from ringspan.parallel.coordination.process_groups import by_name, timeout_of
 
 EXCHANGES = 4 * FIRST  # of q, k, v and out: the first calls are compared here too, before anything is sent
 
@@ -72,11 +71,13 @@ def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool, give
     else:
         sent = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
-    agree(among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather), "heads": given}, EXCHANGES)
+    check_same_on_all_ranks(
+        among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather), "heads": given}, EXCHANGES
+    )
     everyone = by_name(group)
     seconds = timeout_of(everyone, x.device).total_seconds()
     # On a GPU the host does not wait, so it would be here long before the device is.
-    missing = "all ranks of its group" if x.is_cuda else roll.arrive(everyone)
+    missing = "all ranks of its group" if x.is_cuda else arrivals.announce_arrival(everyone)
     progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), missing, seconds)
     if x.is_cuda:
         progress.expect("all ranks of its group", seconds)

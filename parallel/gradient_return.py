@@ -4,15 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels import Summand, sum_gradients
-from kernels.sums import MOST_SUMMANDS
-
-from .beside import Beside, Transfer
-from .mover import Mover, slots
-from .packed import unpack
-from .plan import Piece
-from .runs import around, length, place, within
-from .transport import moved
+from ringspan.kernels.backends.triton.sum_gradients import MOST_SUMMANDS, Summand, sum_gradients
+from ringspan.parallel.plan import Piece
+from ringspan.parallel.row_ranges import around, length, place, within
+from ringspan.parallel.streams import SideStream, Transfer
+from ringspan.parallel.transport.base import Transport, moved, slots
+from ringspan.parallel.transport.buffers import unpack
 
 Region = tuple[slice, slice]  # KV heads and rows
 Arrived = list[tuple[slice, Tensor]]  # rows of mine, and what is to be added to them
@@ -28,7 +25,7 @@ class Arrival(NamedTuple):
     part: Tensor  # what goes out at the same time
 
 
-class Homeward:
+class GradientReturn:
     """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
 
     Of `mine` the free region holds what a kernel made of the own block, and zeros for padding; the last region holds nothing,
@@ -40,7 +37,7 @@ class Homeward:
 
     def __init__(
         self,
-        mover: Mover,
+        transport: Transport,
         mine: Tensor,
         runs: list[slice],
         free: Region,
@@ -51,7 +48,7 @@ class Homeward:
         priority: int = 0,
     ) -> None:
         # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype, of these runs of the own rows
-        self.mover, self.mine, self.runs = mover, mine, runs
+        self.transport, self.mine, self.runs = transport, mine, runs
         self.free, self.last = free, last
         self.begun = last[0].start  # heads of the last region before this one have sums
         self.width = width
@@ -59,7 +56,7 @@ class Homeward:
         self.parts = parts  # that its heads are sent in
         self.asked = self.sent = 0  # parts, so far
         self.coming: Arrival | None = None
-        self.sums = Beside(mine.device, "sums", priority)  # behind the kernels', see above
+        self.sums = SideStream(mine.device, "sums", priority)  # behind the kernels', see above
         self.summed: Transfer = lambda: None
         self.held: Arrival | None = None  # by sums that the caller's stream has not waited for
 
@@ -75,7 +72,7 @@ class Homeward:
     def part(self, index: int, heads: slice) -> Tensor:
         """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
         self.asked += 1
-        return self.mover.part(self.asked % 2, self.mover.plan.steps[index].num_keys, self.mine[:0, :, heads])
+        return self.transport.send_buffer(self.asked % 2, self.transport.plan.steps[index].num_keys, self.mine[:0, :, heads])
 
     def send(self, index: int, heads: slice, part: Tensor) -> None:
         """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
@@ -86,10 +83,10 @@ class Homeward:
                 for region in (self.free, self.last):
                     self._add(region, self._belonging(region, self.coming.heads, arrived))
         self.summed, self.held = self.sums.done(), self.coming
-        pieces = self.mover.plan.gives[index]
+        pieces = self.transport.plan.gives[index]
         into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
         self.sent += 1
-        self.coming = Arrival(self.mover.give(index, self.sent % 2, part, into), pieces, heads, into, part)
+        self.coming = Arrival(self.transport.return_gradients(index, self.sent % 2, part, into), pieces, heads, into, part)
 
     def settle(self) -> None:
         """What the sums that have begun were made of may be given back from here on."""

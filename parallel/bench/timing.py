@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .peers import Contestant, Place, Setting, forward_and_backward
+from ringspan.parallel.bench.baselines import BenchContext, Contestant, Setting, forward_and_backward
 
 
-class Turn(NamedTuple):
+class Timing(NamedTuple):
     """What a contestant took in a round, on the slowest rank."""
 
     forward: float  # ms
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
     both_mcycles: float | None = None
 
 
-def take_turn(contestant: Contestant, setting: Setting, place: Place, rep: float, cycles: bool) -> Turn:
+def time_baseline(contestant: Contestant, setting: Setting, place: BenchContext, rep: float, cycles: bool) -> Timing:
     with contestant.make(setting, place) as problem:
 
         def forward() -> None:
@@ -32,14 +32,14 @@ def take_turn(contestant: Contestant, setting: Setting, place: Place, rep: float
 
         calls = forward, lambda: forward_and_backward(problem)
         forward_ms, both_ms = (_median_ms(call, place, rep) for call in calls)
-        turn = Turn(forward_ms, both_ms, problem.flops)
+        turn = Timing(forward_ms, both_ms, problem.flops)
         if not cycles:
             return turn
         counts = (_mcycles(call, place, how_often(ms, rep)) for call, ms in zip(calls, turn[:2], strict=True))
         return turn._replace(**dict(zip(("forward_mcycles", "both_mcycles"), counts, strict=True)))
 
 
-def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
+def _median_ms(call: Callable[[], object], place: BenchContext, rep: float) -> float:
     """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
 
     One goes before, for which GPUs were idle. Of calls that are longer than that one more is enough: the rounds repeat it.
@@ -53,9 +53,9 @@ def _median_ms(call: Callable[[], object], place: Place, rep: float) -> float:
     return _largest(statistics.median(together(how_often(first, rep))), place)
 
 
-def _mcycles(call: Callable[[], object], place: Place, calls: int) -> float:
+def _mcycles(call: Callable[[], object], place: BenchContext, calls: int) -> float:
     """Millions a call, of the rank that counts most; an error on all ranks if one could not count."""
-    from kernels.cycles import cycles_of  # only here: it needs Triton
+    from ringspan.kernels.bench.clock_cycles import cycles_of  # only here: it needs Triton
 
     dist.barrier(group=place.ring.context_group)
     error = None
@@ -91,13 +91,13 @@ def spans(call: Callable[[], object], device: torch.device, calls: int) -> list[
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def _largest(value: float, place: Place) -> float:
+def _largest(value: float, place: BenchContext) -> float:
     worst = torch.tensor(value, device=place.device, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=place.ring.context_group)
     return float(worst)
 
 
-def speeds(turns: list[Turn], alone: list[Turn]) -> dict[str, float]:
+def speeds(turns: list[Timing], alone: list[Timing]) -> dict[str, float]:
     """TFLOP/s per rank, and shares of the kernel alone, over rounds: median, least and most."""
     row: dict[str, float] = {}
     pairs = list(zip(turns, alone, strict=True)) if len(alone) == len(turns) else []
@@ -113,7 +113,7 @@ def speeds(turns: list[Turn], alone: list[Turn]) -> dict[str, float]:
     return row
 
 
-def _share(turn: Turn, alone: Turn, what: str) -> float:
+def _share(turn: Timing, alone: Timing, what: str) -> float:
     """Of the work that the kernel alone does in a ms, or in a cycle."""
     return turn.flops / getattr(turn, what) / (alone.flops / getattr(alone, what))
 

@@ -34,7 +34,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 _current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
-class Beside:
+class SideStream:
     """Made, followed and left again on one and the same stream, of the current device."""
 
     def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
@@ -53,7 +53,7 @@ class Beside:
             self.stream.wait_stream(self.caller)
 
     def run(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None or self.caller is None else _There(self.stream, self.caller)
+        return nullcontext() if self.stream is None or self.caller is None else _StreamContext(self.stream, self.caller)
 
     def behind(self, other: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
         """The stream that it was made on, which from now on comes behind what another one was given."""
@@ -76,22 +76,22 @@ class Beside:
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 
 
-class Here(Beside):
+class CurrentStream(SideStream):
     """The caller's own stream, in the place of one beside it."""
 
     def __init__(self) -> None:
         self.stream = self.caller = None
 
 
-class InTurn:
+class StreamRotation:
     """Kernels on some streams in turn. Each is given before the ones ahead are waited for, and begins on the SMs that their
     last waves leave idle."""
 
-    def __init__(self, streams: list[Beside]) -> None:
+    def __init__(self, streams: list[SideStream]) -> None:
         self.streams = streams
         self.at_work: deque[tuple[Transfer, Callable[[], None]]] = deque()
 
-    def next(self) -> Beside:
+    def next(self) -> SideStream:
         """The stream whose turn it is: what goes there comes behind what it was given before."""
         self.streams.append(self.streams.pop(0))
         return self.streams[-1]
@@ -100,14 +100,14 @@ class InTurn:
         """A kernel, to that stream. `then` is what is to happen once the current stream comes behind it."""
         self.at_work.append((self.streams[-1].done(), then))
 
-    def wait_for_all_but(self, count: int) -> None:
+    def drain_to(self, count: int) -> None:
         """The current stream comes behind the first of them."""
         while len(self.at_work) > count:
             done, then = self.at_work.popleft()
             done()
             then()
 
-    def before(self, beside: Beside) -> None:
+    def before(self, beside: SideStream) -> None:
         """What comes there waits for all kernels so far, as for what the current stream was given."""
         beside.follow()
         with beside.run():
@@ -124,7 +124,7 @@ def wait_for_all(device: torch.device) -> None:
                 caller.wait_stream(stream)
 
 
-class _There:
+class _StreamContext:
     """torch.cuda.stream, without asking at length where we are."""
 
     def __init__(self, there: torch.cuda.Stream, back: torch.cuda.Stream) -> None:

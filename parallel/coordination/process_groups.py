@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # ops take a group by its name
 
-from . import progress, roll
+from ringspan.parallel.coordination import arrivals, progress
 
 
-class Pair(NamedTuple):
+class RingGroups(NamedTuple):
     """A group, and another of the same ranks for gradients."""
 
     group: ProcessGroup
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 # By name, and with the group: after all groups were destroyed, new ones have old names.
 _siblings: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
-_pairs: dict[str, Pair] = {}
+_pairs: dict[str, RingGroups] = {}
 
 
 def by_name(name: str) -> ProcessGroup:
@@ -42,7 +42,7 @@ def register_sibling(group: ProcessGroup, sibling: ProcessGroup) -> None:
     _siblings[group.group_name] = group, sibling
 
 
-def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
+def ring_groups(group: ProcessGroup, device: torch.device) -> RingGroups:
     """Both groups, ready for messages between any two ranks. The first call is a collective of the group."""
     name = group.group_name
     if name not in _pairs or _pairs[name].group is not group:
@@ -51,7 +51,7 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
             sibling = _new_sibling(group, device)
         hosts: list[str | None] = [None] * group.size()
         ranks, limit, both = dist.get_process_group_ranks(group), timeout_of(group, device), (group, sibling)
-        missing = roll.arrive(group)
+        missing = arrivals.announce_arrival(group)
 
         def meet() -> None:
             dist.all_gather_object(hosts, _host(device), group=group)
@@ -60,8 +60,8 @@ def pair_of(group: ProcessGroup, device: torch.device) -> Pair:
                 dist.all_reduce(torch.zeros(1, device=device), group=each)
 
         progress.wait(meet, lambda: f"{missing()}, to meet for the first time", limit.total_seconds())
-        others = roll.ranks([rank for rank in ranks if rank != dist.get_rank()])
-        _pairs[name] = Pair(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), others)
+        others = arrivals.ranks([rank for rank in ranks if rank != dist.get_rank()])
+        _pairs[name] = RingGroups(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), others)
     return _pairs[name]
 
 

@@ -17,12 +17,14 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 # What a signal counts: which of the steps, that all ranks count alike, a rank has …
-FREE, BROUGHT, GIVEN, TAKEN = range(4)  # a place free for K/V, brought its own; given gradients, taken those for its rows
+SLOT_FREE, KV_WRITTEN, GRADS_READY, GRADS_READ = range(
+    4
+)  # a place free for K/V, brought its own; given gradients, taken those for its rows
 WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
 NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
 
 
-class Signals:
+class GpuSignals:
     """Those of one group, made by all ranks together."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

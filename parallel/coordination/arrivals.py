@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 _meetings: Counter[str] = Counter()  # by the group's name
 
 
-def arrive(group: ProcessGroup) -> Callable[[], str]:
+def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     """This rank has come to the group's next meeting. What is returned names, at any time later, those who have not."""
     name = group.group_name
     _meetings[name] += 1

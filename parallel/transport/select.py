@@ -1,9 +1,9 @@
 """How a block moves: by messages between two ranks, or by copy engines, through memory that ranks show each other.
 
-The ring tells a mover what its plan says, and the mover knows how:
+The ring tells a transport what its plan says, and the transport knows how:
 
-    for index, step, k, v, used in travel(mover, k, v): …  each block; the next ones travel while this one is used
-    mover.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
+    for index, step, k, v, used in travel(transport, k, v): …  each block; the next ones travel while this one is used
+    transport.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
 
 - `p2p`: one grouped call a step, straight from each owner.
 - `copy`: each rank shows symmetric memory, and copy engines bring there the rows that are used. One host only. A step takes
@@ -21,22 +21,17 @@ import functools
 import math
 import os
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels.reference import accumulation_dtype
-
-from . import progress
-from .beside import Transfer
-from .groups import Pair
-from .layout import Layout
-from .messages import Messages
-from .mover import Mover
-from .packed import Rows, by_rows
-from .plan import Plan, Step
+from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.parallel.coordination.process_groups import RingGroups
+from ringspan.parallel.layout import Layout
+from ringspan.parallel.plan import Plan
+from ringspan.parallel.transport.base import Transport
+from ringspan.parallel.transport.p2p import P2PTransport
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "copy", "copy_all")
 AT_ONCE = ("all_gather", "copy_all")  # one step for all other ranks
@@ -54,10 +49,9 @@ AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
 # A step's dK/dV above this travel in up to four parts; of shards up to so many rows only above twice as much, as their kernels
 # are so short that more of them are felt.
 PART_BYTES, SHORT = 2**28, 2**15
-moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
 
 
-def choose_transport(name: str, pair: Pair, device: torch.device, nbytes: int, backward: bool = False) -> str:
+def choose_transport(name: str, pair: RingGroups, device: torch.device, nbytes: int, backward: bool = False) -> str:
     """What moves blocks, or a ValueError that says why the named one cannot."""
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
@@ -100,16 +94,16 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
     return tuple(reversed(blocks) if backward else blocks)
 
 
-def make_mover(transport: str, pair: Pair, plan: Plan, device: torch.device) -> Mover:
-    kind = _copy_engines() if transport in COPIED else Messages
+def make_transport(transport: str, pair: RingGroups, plan: Plan, device: torch.device) -> Transport:
+    kind = _copy_engine_class() if transport in COPIED else P2PTransport
     return kind(pair, plan, device)
 
 
 @functools.cache
-def _copy_engines() -> Callable[[Pair, Plan, torch.device], Mover]:
-    from .copy_engines import CopyEngines  # only there where CUDA is
+def _copy_engine_class() -> Callable[[RingGroups, Plan, torch.device], Transport]:
+    from ringspan.parallel.transport.copy_engine import CopyEngineTransport  # only there where CUDA is
 
-    return CopyEngines
+    return CopyEngineTransport
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
@@ -125,41 +119,3 @@ def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
 def _parts(nbytes: int, heads: int, rows: int) -> int:
     """`rows` are a shard's."""
     return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if rows <= SHORT else 1) else 1
-
-
-def travel(mover: Mover, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor, Callable[[], None]]]:
-    """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then.
-
-    The last item is to be called once the current stream comes behind all that reads the keys, and before the step after next
-    is asked for, whose keys come to where they are.
-    """
-    own, *others = mover.plan.steps
-    mine = own.pieces[0].rows
-    if not others:
-        yield 0, own, k[:, mine], v[:, mine], lambda: None
-        return
-
-    mover.offer(k, v)
-    most = max(step.num_keys for step in others)
-    rooms = [mover.room(which, most, k, v) for which in range(min(2, len(others)))]
-    on_the_way: deque[tuple[Rows, Transfer]] = deque()
-
-    def fetch(index: int) -> None:
-        if index <= len(others):
-            which = (index - 1) % 2
-            progress.hop(index, len(others))
-            k_rows, v_rows = (room[: others[index - 1].num_keys] for room in rooms[which])
-            on_the_way.append(((k_rows, v_rows), mover.fetch(index, which, (k_rows, v_rows))))
-
-    fetch(1)
-    fetch(2)
-    yield 0, own, k[:, mine], v[:, mine], lambda: None
-    for index, step in enumerate(others, 1):
-        progress.hop(index, len(others))
-        (k_rows, v_rows), arrived = on_the_way.popleft()
-        arrived()
-        moved["kv"] += bool(step.pieces)
-        # (nothing else than what is still to be fetched holds the rooms: behind the last step they are given back)
-        more = index + 2 <= len(others)
-        yield index, step, by_rows(k_rows), by_rows(v_rows), functools.partial(fetch, index + 2) if more else lambda: None
-    mover.used()

@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels import Mask, attention
-from kernels.attention import cast_for_autocast
-from kernels.checks import check_qkv, check_sinks, check_tangents
-
-from .agree import FIRST, refuse
-from .layout import Layout
-from .mesh import Mesh
-from .op import ring_attention
-from .transport import TRANSPORTS
-from .ulysses import EXCHANGES, check_heads, to_heads, to_tokens
+from ringspan.kernels.attention import attention, cast_for_autocast
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.validate import check_qkv, check_sinks, check_tangents
+from ringspan.parallel.coordination.argument_check import FIRST, report_rejection
+from ringspan.parallel.layout import Layout
+from ringspan.parallel.mesh import Mesh
+from ringspan.parallel.ring_attention import ring_attention
+from ringspan.parallel.transport.select import TRANSPORTS
+from ringspan.parallel.ulysses import EXCHANGES, check_heads, to_heads, to_tokens
 
 
 def context_attention(
@@ -109,4 +108,4 @@ def _tell(mesh: Mesh | None, q: Tensor, error: ValueError) -> None:
         return
     group, first = (mesh.context_group, EXCHANGES) if mesh.ulysses > 1 else (mesh.ring_group, FIRST)
     assert group is not None
-    refuse(group.group_name, q.device, error, first)
+    report_rejection(group.group_name, q.device, error, first)

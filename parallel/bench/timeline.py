@@ -11,20 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from kernels.plots import pyplot
-
-from .peers import forward_and_backward
+from ringspan.kernels.bench.plots import pyplot
+from ringspan.parallel.bench.baselines import forward_and_backward
+from ringspan.parallel.transport.base import is_transfer
 
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
-# What a profiler calls it, in small letters. "dtod" is a copy into or out of another GPU's symmetric memory, and one within a
-# GPU too: only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
-TRANSFERS, WITHIN_RING = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p"), "memcpy dtod"
-
-
-def is_transfer(name: str, in_ring: bool) -> bool:
-    """Whether what bears this name moves something between ranks."""
-    name = name.lower()
-    return any(word in name for word in TRANSFERS) or (in_ring and WITHIN_RING in name)
 
 
 def trace(make: Any, setting: Any, place: Any, path: Path, title: str) -> list[list[Span]]:

@@ -13,21 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kernels import Mask
-from kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
-from kernels.blocks import choose_backend
-from kernels.checks import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
-from kernels.mask import Bounds
-
-from . import progress
-from .agree import agree, refuse
-from .beside import on_device, wait_for_all
-from .groups import Pair, by_name, pair_of
-from .layout import Layout
-from .mover import Alone, Mover
-from .plan import make_plan
-from .ring import ring_backward, ring_forward
-from .transport import COPIED, TRANSPORTS, blocks_per_step, bytes_of_gradients, choose_transport, make_mover
+from ringspan.kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
+from ringspan.kernels.backends.choose import choose_backend
+from ringspan.kernels.mask import Bounds, Mask
+from ringspan.kernels.validate import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
+from ringspan.parallel.coordination import progress
+from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
+from ringspan.parallel.coordination.process_groups import RingGroups, by_name, ring_groups
+from ringspan.parallel.layout import Layout
+from ringspan.parallel.plan import make_plan
+from ringspan.parallel.ring import ring_backward, ring_forward
+from ringspan.parallel.streams import on_device, wait_for_all
+from ringspan.parallel.transport.base import SingleRankTransport, Transport
+from ringspan.parallel.transport.select import (
+    COPIED,
+    TRANSPORTS,
+    blocks_per_step,
+    bytes_of_gradients,
+    choose_transport,
+    make_transport,
+)
 
 
 def ring_attention(
@@ -72,14 +77,14 @@ def ring_attention(
         choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
     except ValueError as error:
         if everyone and isinstance(q, Tensor):
-            refuse(everyone, q.device, error)
+            report_rejection(everyone, q.device, error)
         raise
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     left, right, padded, *tensors = mask.bounds(q.device)
     _, known_right, _, *known = mask.coarse().bounds()
     parts = layout.length, layout.ranks, layout.multiple, rank
-    numbers = Numbers(left, right, padded, known_right, head_start, deterministic, *parts)
+    numbers = RingInts(left, right, padded, known_right, head_start, deterministic, *parts)
     names = " ".join((backend, layout.kind, transport, name, everyone))
     seed = seed if dropout else None
     factors = [scale, float(softcap), float(dropout)]
@@ -87,7 +92,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-class Numbers(NamedTuple):
+class RingInts(NamedTuple):
     """The integers that an op is given."""
 
     left: int
@@ -143,12 +148,12 @@ def _check(
         raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
 
 
-class Call:
+class RingCall:
     """What an op's arguments mean: the mask, how blocks move, and the options of the block functions."""
 
     def __init__(self, what: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
         starts, ends, prefix, known_starts, known_ends, known_prefix, self.sinks, seed, integers, factors, names = given
-        n = Numbers(*integers)
+        n = RingInts(*integers)
         backend, kind, transport, group, everyone = names.split(" ")
         progress.enter(what)
         padded = bool(n.padded)
@@ -158,8 +163,8 @@ class Call:
         scale, softcap, dropout = factors
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
-        self.mover: Mover
-        self.pair: Pair | None
+        self.transport: Transport
+        self.pair: RingGroups | None
         self.device = q.device
 
         def describe() -> dict[str, Any]:
@@ -172,28 +177,28 @@ class Call:
             return said | {"seed": None if seed is None else seed.tolist()}
 
         if everyone:
-            agree(everyone, q.device, describe)
+            check_same_on_all_ranks(everyone, q.device, describe)
         if n.ranks > 1:
-            pair = pair_of(by_name(group), q.device)
+            pair = ring_groups(by_name(group), q.device)
             backward = what == "ring backward"
             moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, backward)
             gradients = bytes_of_gradients(k.shape[1], k, v)
             blocks = blocks_per_step(moves_by, layout, n.known_right == 0, gradients, k.shape[2], backward)
             plan = make_plan(layout, known, n.rank, blocks)
-            self.mover = make_mover(moves_by, pair, plan, q.device)
+            self.transport = make_transport(moves_by, pair, plan, q.device)
             self.pair, self.by_engines = pair, moves_by in COPIED
         else:
-            self.mover = Alone(make_plan(layout, known, n.rank))
+            self.transport = SingleRankTransport(make_plan(layout, known, n.rank))
             self.pair, self.by_engines = None, False
 
-    def __enter__(self) -> "Call":
+    def __enter__(self) -> "RingCall":
         return self
 
     def __exit__(self, error: type | None, *_: Any) -> None:
         """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
         if error is not None:
             wait_for_all(self.device)  # what is still on its way into this call's memory, or adds up there
-            self.mover.give_up()
+            self.transport.abort()
         elif self.pair is not None and self.device.type == "cuda":
             progress.expect(self.pair.others, self.pair.seconds, end=self.by_engines)
 
@@ -216,9 +221,9 @@ def forward_op(
     names: str,  # backend, layout, transport, the ring's group, and that of all ranks of the sequence
 ) -> tuple[Tensor, Tensor]:
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    with on_device(q.device), Call("ring forward", q, k, v, *given) as call:
+    with on_device(q.device), RingCall("ring forward", q, k, v, *given) as call:
         start = None if sinks is None else sink_carry(sinks, q)[1]
-        return ring_forward(q, k, v, call.mask, call.mover, start, **call.options)
+        return ring_forward(q, k, v, call.mask, call.transport, start, **call.options)
 
 
 @derivative("ring_backward")
@@ -243,8 +248,8 @@ def backward_op(
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
     given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    with on_device(q.device), Call("ring backward", q, k, v, *given) as call:
-        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.mover, **call.options)
+    with on_device(q.device), RingCall("ring backward", q, k, v, *given) as call:
+        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.transport, **call.options)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

@@ -1,4 +1,4 @@
-"""The mover for GPUs of one host: copy engines carry rows between owners' tensors and memory that all ranks show each other.
+"""The transport for GPUs of one host: copy engines carry rows between owners' tensors and memory that all ranks show each other.
 
 No SM works for a transfer, and nothing is copied to send it. A rank shows up to two places for a step's keys and two for
 gradients of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
@@ -26,13 +26,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from . import progress
-from .beside import Beside, Transfer
-from .groups import Pair
-from .mover import Mover, slots
-from .packed import Rows
-from .plan import Piece, Plan
-from .signals import BROUGHT, FREE, GIVEN, TAKEN, Signals
+from ringspan.parallel.coordination import progress
+from ringspan.parallel.coordination.process_groups import RingGroups
+from ringspan.parallel.plan import Piece, Plan
+from ringspan.parallel.streams import SideStream, Transfer
+from ringspan.parallel.transport.base import Transport, slots
+from ringspan.parallel.transport.buffers import Rows
+from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE, GpuSignals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 REMEMBERED = 1024  # views of shown memory; documents ask for others in every step
@@ -43,7 +43,7 @@ class Shown:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.signals = Signals(group, device)
+        self.signals = GpuSignals(group, device)
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
         self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
         # The same on every rank: how many steps' K/V were brought, and how often gradients were given; for each of two places
@@ -86,10 +86,10 @@ def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
     return _shown[name]
 
 
-class CopyEngines(Mover):
+class CopyEngineTransport(Transport):
     needs_sms = False
 
-    def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
+    def __init__(self, pair: RingGroups, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -97,91 +97,91 @@ class CopyEngines(Mover):
             )
         self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
         self.shown = shown_by(pair.group, device)
-        self.going: dict[int, Beside] = {}  # to each reader
+        self.going: dict[int, SideStream] = {}  # to each reader
         self.gone: dict[int, Transfer] = {}  # what was last
 
     @cached_property
-    def coming(self) -> Beside:
-        return Beside(self.device, "coming")
+    def coming(self) -> SideStream:
+        return SideStream(self.device, "coming")
 
     @cached_property
-    def home(self) -> Beside:
-        return Beside(self.device, "home")
+    def home(self) -> SideStream:
+        return SideStream(self.device, "home")
 
-    def offer(self, k: Tensor, v: Tensor) -> None:
-        super().offer(k, v)
+    def publish_kv(self, k: Tensor, v: Tensor) -> None:
+        super().publish_kv(k, v)
         self.shown.caller = self.coming.behind(self.shown.caller)
         for reader in ranks_of(piece for pieces in self.plan.gives for piece in pieces):
-            self.going[reader] = Beside(self.device, f"going to {reader}")
+            self.going[reader] = SideStream(self.device, f"going to {reader}")
             self.going[reader].follow()
 
-    def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
-        self.shown.make_room(f"keys {which}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
-        return self._keys(which, self.rank, 0, rows)
+    def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
+        self.shown.make_room(f"keys {slot}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
+        return self._keys(slot, self.rank, 0, rows)
 
-    def _keys(self, which: int, rank: int, first: int, rows: int) -> Rows:
+    def _keys(self, slot: int, rank: int, first: int, rows: int) -> Rows:
         """Some rows of a rank's place for a step's keys: K's of all rows are there first, then V's."""
         places, begin = [], 0
         for x in self.offered:
             shape = rows, *x.shape[1:]
-            places.append(self.shown.rows(f"keys {which}", rank, first, shape, x.dtype, begin))
+            places.append(self.shown.rows(f"keys {slot}", rank, first, shape, x.dtype, begin))
             begin += self.plan.most_keys * math.prod(x.shape[1:])
         return tuple(places)
 
-    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
         # the owners of the step's rows bring them to where `into` is, as I bring mine to their readers
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
         owners = ranks_of(self.plan.steps[index].pieces)
         shown.brought += 1
         self.coming.follow()  # what the place held is used up
         with self.coming.run():
-            signals.tell(FREE, shown.brought, owners)
+            signals.tell(SLOT_FREE, shown.brought, owners)
         for reader in dict.fromkeys(piece.rank for piece in pieces):
             with self.going[reader].run():
-                signals.wait(FREE, shown.brought, (reader,))
+                signals.wait(SLOT_FREE, shown.brought, (reader,))
                 for piece in pieces:
                     if piece.rank == reader:
-                        copy(self._keys(which, reader, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
-                signals.tell(BROUGHT, shown.brought, (reader,))
+                        copy(self._keys(slot, reader, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
+                signals.tell(KV_WRITTEN, shown.brought, (reader,))
             self.gone[reader] = self._watched(self.going[reader], "K/V taken by", {reader}, index)
         with self.coming.run():
-            signals.wait(BROUGHT, shown.brought, owners)
+            signals.wait(KV_WRITTEN, shown.brought, owners)
         return self._watched(self.coming, "K/V from", {*owners}, index)
 
-    def used(self) -> None:
+    def wait_sends(self) -> None:
         for last in self.gone.values():
             last()
-        super().used()
+        super().wait_sends()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """After an error ranks may have counted differently, and what one of them tells next could pass for what another still
         waits for. So they begin anew, together: a rank that failed alone waits for the others, and signals nothing."""
-        super().give_up()
+        super().abort()
         if _shown.get(self.shown.group.group_name) is self.shown:
             _set_aside.append(_shown.pop(self.shown.group.group_name))
 
-    def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        use, shape = f"part {which}", like.shape[1:]
+    def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
+        use, shape = f"part {slot}", like.shape[1:]
         self.shown.make_room(use, self.plan.most_keys * math.prod(shape) * like.itemsize, self.device)
-        self.shown.signals.wait(TAKEN, *self.shown.given_out_of[which])
+        self.shown.signals.wait(GRADS_READ, *self.shown.given_out_of[slot])
         return self.shown.rows(use, self.rank, 0, (rows, *shape), like.dtype)
 
-    def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
+    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
         # nothing is sent: each owner takes its rows out of its readers' parts
         shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
         places = [place for (place,) in slots(pieces, (into,))]
-        sources = [shown.rows(f"part {which}", p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
+        sources = [shown.rows(f"part {slot}", p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
         shown.given += 1
-        shown.given_out_of[which] = shown.given, owners
+        shown.given_out_of[slot] = shown.given, owners
         self.home.follow()
         with self.home.run():
-            signals.meet(GIVEN, shown.given, owners, readers)
+            signals.meet(GRADS_READY, shown.given, owners, readers)
             copy(places, sources)
-            signals.tell(TAKEN, shown.given, readers)
+            signals.tell(GRADS_READ, shown.given, readers)
         return self._watched(self.home, "dK/dV from", {*readers}, index)
 
-    def _watched(self, beside: Beside, what: str, ranks: set[int], index: int) -> Transfer:
+    def _watched(self, beside: SideStream, what: str, ranks: set[int], index: int) -> Transfer:
         """A signal that never comes would hold up whatever the host waits for next, which need not be the end of this call."""
         event = beside.mark()
         if event is not None and ranks:

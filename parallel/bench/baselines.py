@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from kernels import Mask, attention
-from kernels.peers import PEERS as KERNELS
-from kernels.peers import Shape
-
-from .context import context_attention
-from .layout import KINDS
-from .mesh import Mesh
-from .transport import COPIED, TRANSPORTS
-from .ulysses import check_heads, repeat_heads, to_heads, to_tokens
+from ringspan.kernels.attention import attention
+from ringspan.kernels.bench.baselines import PEERS as KERNELS
+from ringspan.kernels.bench.shapes import Shape
+from ringspan.kernels.mask import Mask
+from ringspan.parallel.context_attention import context_attention
+from ringspan.parallel.layout import KINDS
+from ringspan.parallel.mesh import Mesh
+from ringspan.parallel.transport.select import COPIED, TRANSPORTS
+from ringspan.parallel.ulysses import check_heads, repeat_heads, to_heads, to_tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def forward_and_backward(problem: Problem) -> None:
         torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
 
 
-class Place(NamedTuple):
+class BenchContext(NamedTuple):
     """Where a benchmark runs. Meshes are made once: groups are collectives and cost memory."""
 
     device: torch.device
@@ -85,7 +85,7 @@ class Place(NamedTuple):
     backend: str
 
 
-Make = Callable[[Setting, Place], AbstractContextManager[Problem]]
+Make = Callable[[Setting, BenchContext], AbstractContextManager[Problem]]
 
 
 class Contestant(NamedTuple):
@@ -95,7 +95,7 @@ class Contestant(NamedTuple):
     devices: tuple[str, ...]
 
 
-def _tensors(setting: Setting, place: Place, length: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def _tensors(setting: Setting, place: BenchContext, length: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
     sizes = [(1, length, n, setting.head_dim) for n in heads]
     q, k, v, dout = (torch.randn(size, device=place.device, dtype=place.dtype) for size in sizes)
@@ -103,7 +103,7 @@ def _tensors(setting: Setting, place: Place, length: int) -> tuple[tuple[Tensor,
 
 
 @contextmanager
-def _alone(setting: Setting, place: Place) -> Iterator[Problem]:
+def _alone(setting: Setting, place: BenchContext) -> Iterator[Problem]:
     shape = setting.alone(place.ranks)
     leaves, dout = _tensors(setting, place, shape.length)
     mask = setting.mask()
@@ -112,7 +112,7 @@ def _alone(setting: Setting, place: Place) -> Iterator[Problem]:
 
 def _ring(kind: str, transport: str) -> Make:
     @contextmanager
-    def make(setting: Setting, place: Place) -> Iterator[Problem]:
+    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
         whole = setting.whole(place.ranks)
         layout = place.ring.layout(kind, whole.length)
         leaves, dout = _tensors(setting, place, layout.local_length)
@@ -125,7 +125,7 @@ def _ring(kind: str, transport: str) -> Make:
 
 
 @contextmanager
-def _ulysses(setting: Setting, place: Place) -> Iterator[Problem]:
+def _ulysses(setting: Setting, place: BenchContext) -> Iterator[Problem]:
     whole = setting.whole(place.ranks)
     layout = place.ulysses.layout("contiguous", whole.length)
     leaves, dout = _tensors(setting, place, layout.local_length)
@@ -139,7 +139,7 @@ def _ulysses_over(kernel: str) -> Make:
     """The same exchange around somebody else's kernel."""
 
     @contextmanager
-    def make(setting: Setting, place: Place) -> Iterator[Problem]:
+    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
         whole, ranks = setting.whole(place.ranks), place.ranks
         check_heads(setting.heads, ranks, ranks)
         leaves, dout = _tensors(setting, place, setting.tokens)
@@ -166,7 +166,7 @@ def _device_mesh(device: str, ranks: int) -> DeviceMesh:
 
 def _torch_context_parallel(rotate: str) -> Make:
     @contextmanager
-    def make(setting: Setting, place: Place) -> Iterator[Problem]:
+    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -215,7 +215,7 @@ def contestants() -> dict[str, Contestant]:
     return table
 
 
-def sampled_error(problem: Problem, setting: Setting, place: Place, kind: str, rows: int = 32) -> float:
+def sampled_error(problem: Problem, setting: Setting, place: BenchContext, kind: str, rows: int = 32) -> float:
     """Relative RMS error of the ring's out in the first and last KV head, at some rows of every rank, against fp32."""
     layout = place.ring.layout(kind, setting.tokens * place.ranks)
     q, k, v = (x.detach() for x in problem.leaves)

@@ -1,11 +1,11 @@
 """How fast the ranks of a ring compute, on one GPU: a ring's rehearsal, in which nothing travels.
 
-    python -m parallel.rehearse --ranks 4 --tokens 8k 32k
-    python -m parallel.rehearse --ranks 8 --tokens 128k --heads 16/4 --rank 0 7 --cycles
+    ringspan bench rehearse --ranks 4 --tokens 8k 32k
+    ringspan bench rehearse --ranks 8 --tokens 128k --heads 16/4 --rank 0 7 --cycles
 
 A ring loses what its kernels, sums and launches take beyond one kernel alone, and what transfers and other ranks make it wait.
 This is the first part, of any rank of any number of ranks, where only one GPU is at hand: the loops of `ring.py` in the steps
-of `copy`, with a mover that moves nothing, and says that something has come in about when a link of --link GB/s would have
+of `copy`, with a transport that moves nothing, and says that something has come in about when a link of --link GB/s would have
 brought it. Keys are random, and what comes in for gradients is whatever was there, so only time means something. "Alone" is a
 ring of one rank whose causal call costs as much. A ring is as fast as its slowest rank.
 """
@@ -22,20 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import Mask
-from kernels.blocks import BACKENDS
-from kernels.measure import DTYPES, machine
-
-from .bench import count
-from .beside import Beside, Transfer
-from .layout import KINDS, Layout
-from .mover import Alone, Mover
-from .packed import Rows
-from .peers import Setting
-from .plan import Plan, make_plan
-from .ring import ring_backward, ring_forward
-from .transport import blocks_per_step, bytes_of_gradients
-from .turns import how_often, spans
+from ringspan.kernels.backends.choose import BACKENDS
+from ringspan.kernels.bench.measure import DTYPES, machine
+from ringspan.kernels.mask import Mask
+from ringspan.parallel.bench.__main__ import count
+from ringspan.parallel.bench.baselines import Setting
+from ringspan.parallel.bench.timing import how_often, spans
+from ringspan.parallel.layout import KINDS, Layout
+from ringspan.parallel.plan import Plan, make_plan
+from ringspan.parallel.ring import ring_backward, ring_forward
+from ringspan.parallel.streams import SideStream, Transfer
+from ringspan.parallel.transport.base import SingleRankTransport, Transport
+from ringspan.parallel.transport.buffers import Rows
+from ringspan.parallel.transport.select import blocks_per_step, bytes_of_gradients
 
 Row = dict[str, Any]
 Ways = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
@@ -44,7 +43,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
 CLOCK = 1.7e9  # about what a GPU's is while it computes
 
 
-class There(Mover):
+class SimulatedTransport(Transport):
     """All is there before anybody asks, in memory that stays; but only after a while it says so. (What waits meanwhile is a
     thread of a multiprocessor, where copy engines need none: if anything, ranks are faster than this.)"""
 
@@ -57,29 +56,29 @@ class There(Mover):
         self.turn = 0
         self.parts: dict[Any, Tensor] = {}
 
-    def offer(self, k: Tensor, v: Tensor) -> None:
+    def publish_kv(self, k: Tensor, v: Tensor) -> None:
         self.turn = 0  # each call asks for the same rooms again
 
-    def room(self, which: int, rows: int, k: Tensor, v: Tensor) -> Rows:
+    def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         if self.turn == len(self.rooms):
-            self.rooms.append(tuple(torch.randn_like(x) for x in super().room(which, rows, k, v)))
+            self.rooms.append(tuple(torch.randn_like(x) for x in super().recv_buffer(slot, rows, k, v)))
         self.turn += 1
         return self.rooms[self.turn - 1]
 
-    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
         return self._after("coming", into)
 
-    def part(self, which: int, rows: int, like: Tensor) -> Tensor:
-        key = which, rows, like.shape[1:]
+    def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
+        key = slot, rows, like.shape[1:]
         if key not in self.parts:
             self.parts[key] = like.new_empty((rows, *like.shape[1:]))
         return self.parts[key]
 
-    def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
+    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
         return self._after("home", (into,))
 
     def _after(self, use: str, comes: Rows) -> Transfer:
-        beside = Beside(comes[0].device, use)
+        beside = SideStream(comes[0].device, use)
         beside.follow()
         if self.link and comes[0].is_cuda:
             with beside.run():
@@ -107,12 +106,12 @@ def passes(given: list[Tensor], layout: Layout, mask: Mask, rank: int, backend: 
     return ways
 
 
-def mover_of(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backward: bool, link: float) -> Mover:
+def mover_of(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backward: bool, link: float) -> Transport:
     if layout.ranks == 1:
-        return Alone(make_plan(layout, mask, rank))
+        return SingleRankTransport(make_plan(layout, mask, rank))
     nbytes = bytes_of_gradients(k.shape[1], k, v)
     blocks = blocks_per_step("copy", layout, True, nbytes, k.shape[2], backward)
-    return There(make_plan(layout, mask, rank, blocks), link)
+    return SimulatedTransport(make_plan(layout, mask, rank, blocks), link)
 
 
 def measure(
@@ -153,7 +152,7 @@ def measure(
         row["both_share"] = statistics.median(sum(alone) / flops[0] / (sum(mine) / work) for alone, mine in beside)
         row["forward_share"] = statistics.median(alone[0] / flops[0] / (mine[0] / work) for alone, mine in beside)
         if cycles:
-            from kernels.cycles import count_cycles
+            from ringspan.kernels.bench.clock_cycles import count_cycles
 
             taken = [count_cycles(way, ms, rep, device)["mcycles"] for way, ms in zip(ways, its[-1], strict=True)]
             row["mcycles"] = sum(taken)
@@ -176,7 +175,7 @@ def report(setting: Setting, layout: Layout, rows: list[Row]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m parallel.rehearse", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="ringspan bench rehearse", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
     parser.add_argument("--ranks", type=int, default=4, help="of the ring that is rehearsed (default %(default)s)")
     parser.add_argument("--rank", nargs="+", type=int, metavar="R", help="which of them (default all)")
@@ -228,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:  # where it went says nothing of what was measured
         at = next(at for at, word in enumerate(given) if word.startswith("--j"))  # however short
         given = [*given[:at], *given[at + (1 if "=" in given[at] else 2) :]]
-    result["command"] = shlex.join(["python", "-m", "parallel.rehearse", *given])
+    result["command"] = shlex.join(["python", "-m", "ringspan.parallel.bench.rehearse", *given])
     for setting in settings:
         layout = Layout(args.layout, setting.tokens * args.ranks, args.ranks)
         how = args.rounds, args.rep, args.cycles, args.backend, args.link * 1e9, device, DTYPES[dtype]

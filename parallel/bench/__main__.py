@@ -1,9 +1,9 @@
 """How fast the ring is, as a share of its own kernel alone, beside every other way to span these ranks.
 
-    torchrun --nproc-per-node=4 -m parallel.bench --save
-    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-copy,ulysses
-    torchrun --nproc-per-node=4 -m parallel.bench --tokens 128k --cycles                 # and clock cycles, as shares too
-    torchrun --nproc-per-node=4 -m parallel.bench --tokens 8k --trace ring.png
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --save
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-copy,ulysses
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 128k --cycles                 # and clock cycles, as shares too
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k --trace ring.png
 
 "Alone" is one causal call of the same kernel, without any communication, on a sequence as long as costs a rank the same:
 S / √P. In each round every contestant has its turn, alone first, and shares are ratios within a round: clocks drift, but
@@ -28,15 +28,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels.blocks import BACKENDS
-from kernels.measure import DTYPES, ROOT, WRONG, attempt, machine, slug
-from kernels.plots import pyplot
-
-from .layout import KINDS
-from .mesh import Mesh
-from .peers import Contestant, Place, Setting, contestants, forward_and_backward, sampled_error
-from .transport import COPIED
-from .turns import Turn, speeds, take_turn
+from ringspan.kernels.backends.choose import BACKENDS
+from ringspan.kernels.bench.measure import DTYPES, RESULTS, WRONG, attempt, machine, slug
+from ringspan.kernels.bench.plots import pyplot
+from ringspan.parallel.bench.baselines import (
+    BenchContext,
+    Contestant,
+    Setting,
+    contestants,
+    forward_and_backward,
+    sampled_error,
+)
+from ringspan.parallel.bench.timing import Timing, speeds, time_baseline
+from ringspan.parallel.layout import KINDS
+from ringspan.parallel.mesh import Mesh
+from ringspan.parallel.transport.select import COPIED
 
 Row = dict[str, Any]
 DEFAULTS = {
@@ -45,7 +51,9 @@ DEFAULTS = {
 }
 
 
-def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: float, cycles: bool = False) -> list[Row]:
+def measure(
+    setting: Setting, names: list[str], place: BenchContext, rounds: int, rep: float, cycles: bool = False
+) -> list[Row]:
     """A row for each contestant, the same on every rank."""
     table = contestants()
     rows: list[Row] = [
@@ -62,12 +70,12 @@ def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: 
     for row in rows:
         row |= _together(attempt(_check, table[row["name"]], row["name"], setting, place), place)
         _say(f"{setting.name} {row['name']}: {row['status']} {row['note']}".rstrip())
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    turns: dict[str, list[Timing]] = {name: [] for name in names}
     for _ in range(rounds):
         for row in rows:
             if row["status"] == "ok":
-                turn = attempt(take_turn, table[row["name"]], setting, place, rep, cycles)
-                failed = _together({} if isinstance(turn, Turn) else turn, place)
+                turn = attempt(time_baseline, table[row["name"]], setting, place, rep, cycles)
+                failed = _together({} if isinstance(turn, Timing) else turn, place)
                 row |= failed
                 if not failed:
                     turns[row["name"]].append(turn)
@@ -77,7 +85,7 @@ def measure(setting: Setting, names: list[str], place: Place, rounds: int, rep: 
     return rows
 
 
-def _check(contestant: Contestant, name: str, setting: Setting, place: Place) -> Row:
+def _check(contestant: Contestant, name: str, setting: Setting, place: BenchContext) -> Row:
     """Runs once, which compiles; the error where it is ours, and the peak of memory."""
     cuda = place.device.type == "cuda"
     if cuda:
@@ -91,7 +99,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
             if name.endswith(COPIED):
-                from .copy_engines import bytes_shown
+                from ringspan.parallel.transport.copy_engine import bytes_shown
 
                 peak += bytes_shown()
             row["peak_gib"] = peak / 2**30
@@ -103,7 +111,7 @@ def _check(contestant: Contestant, name: str, setting: Setting, place: Place) ->
     return row
 
 
-def _together(mine: Row, place: Place) -> Row:
+def _together(mine: Row, place: BenchContext) -> Row:
     """What the ranks found: a failure of one is a failure; else the worst figures."""
     found: list[Any] = [None] * place.ranks
     dist.all_gather_object(found, mine, group=place.ring.context_group)
@@ -143,7 +151,7 @@ def count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node=4 -m parallel.bench", description=(__doc__ or "").partition("\n")[0]
+        prog="torchrun --nproc-per-node=4 -m ringspan.parallel.bench", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--tokens", nargs="+", metavar="N", help="per rank, 8k or 8192 (default on GPUs: 2k 8k 32k 128k)")
     parser.add_argument("--heads", nargs="+", metavar="Q/KV", help="query and KV heads (default on GPUs: 16/16 16/4)")
@@ -224,10 +232,10 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
     ranks = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     ring, ulysses = Mesh(ring=ranks, timeout=args.timeout), Mesh(ulysses=ranks, timeout=args.timeout)
-    place = Place(device, DTYPES[args.dtype], ranks, ring, ulysses, args.backend)
+    place = BenchContext(device, DTYPES[args.dtype], ranks, ring, ulysses, args.backend)
     warnings.filterwarnings("ignore")  # rivals explain at length why they do not run; the table says it in a line
     if args.trace is not None:
-        from .trace import trace
+        from ringspan.parallel.bench.timeline import trace
 
         rings = sorted((name for name in names if name.startswith("ring-")), key=lambda name: "zigzag" not in name)
         first = next(iter(rings), None)
@@ -238,7 +246,7 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
         return 0
     speaks, about, path = dist.get_rank() == 0, machine(device), args.json
     if path is None and args.save is not None:
-        path = ROOT / "docs/results" / f"{(args.save or 'ring-' + slug(about['device'])).removesuffix('.json')}.json"
+        path = RESULTS / f"{(args.save or 'ring-' + slug(about['device'])).removesuffix('.json')}.json"
         with contextlib.suppress(FileNotFoundError):
             path.parent.mkdir(exist_ok=True)
     if speaks:
@@ -269,7 +277,7 @@ def _command(args: argparse.Namespace, ranks: int) -> str:
     chosen += ["--only", args.only] if args.only else []
     chosen += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
     chosen += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
-    return f"torchrun --nproc-per-node={ranks} -m parallel.bench {shlex.join(chosen)}"
+    return f"torchrun --nproc-per-node={ranks} -m ringspan.parallel.bench {shlex.join(chosen)}"
 
 
 if __name__ == "__main__":

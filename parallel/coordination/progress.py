@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .beside import current_stream
+from ringspan.parallel.streams import current_stream
 
 
-class _Place(NamedTuple):
+class _Progress(NamedTuple):
     step: int | None = None
     layer: int | None = None
     op: str = "no op yet"
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
     hop: tuple[int, int] | None = None  # which of how many
 
 
-_now = _Place()
+_now = _Progress()
 _first_step: int | None = None  # that this process published
 
 
@@ -58,7 +58,7 @@ def steps_done() -> int | None:
     return None if _now.step is None or _first_step is None else _now.step - _first_step
 
 
-def here(place: _Place | None = None) -> str:
+def here(place: _Progress | None = None) -> str:
     step, layer, op, calls, hop = place or _now
     words = ["" if step is None else f"training step {step}", "" if layer is None else f"layer {layer}"]
     words += [f"{op} (call {calls})", "" if hop is None else "hop {} of {}".format(*hop)]
@@ -69,7 +69,7 @@ class Stalled(RuntimeError):
     """A peer died or did not answer within the time limit."""
 
 
-def waited(what: str, seconds: float, place: _Place | None = None) -> str:
+def waited(what: str, seconds: float, place: _Progress | None = None) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return f"rank {rank} waited for {what} in {here(place)}; the time limit is {seconds:g} s"
 
@@ -89,7 +89,7 @@ class _Expected(NamedTuple):
     what: str
     seconds: float
     end: bool
-    place: _Place
+    place: _Progress
 
 
 class _Watch:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import progress, roll
-from .groups import by_name, timeout_of
+from ringspan.parallel.coordination import arrivals, progress
+from ringspan.parallel.coordination.process_groups import by_name, timeout_of
 
 FIRST = 3
 _calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new one may have an old one's name
 Description = dict[str, Any]
 
 
-def agree(name: str, device: torch.device, describe: Callable[[], Description], first: int = FIRST) -> None:
+def check_same_on_all_ranks(name: str, device: torch.device, describe: Callable[[], Description], first: int = FIRST) -> None:
     """A ValueError on every rank if any rank's description differs. It is made only when it is to be compared."""
     if not _due(name, first):
         return
@@ -37,7 +37,7 @@ def agree(name: str, device: torch.device, describe: Callable[[], Description], 
         raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer in given]) for key in differing))
 
 
-def refuse(name: str, device: torch.device, error: ValueError, first: int = FIRST) -> None:
+def report_rejection(name: str, device: torch.device, error: ValueError, first: int = FIRST) -> None:
     """Tells the others why this rank will not call, if they are listening. The caller raises."""
     if _due(name, first):
         _exchange(name, device, None, str(error))
@@ -59,7 +59,7 @@ def _exchange(
 ) -> tuple[list[int], list[tuple[Description | None, str | None]]]:
     group = by_name(name)
     answers: list[Any] = [None] * group.size()
-    missing = roll.arrive(group)
+    missing = arrivals.announce_arrival(group)
     progress.wait(
         lambda: dist.all_gather_object(answers, (mine, trouble), group=group),
         lambda: f"{missing()}, to compare shapes",

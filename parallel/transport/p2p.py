@@ -1,4 +1,4 @@
-"""The mover for any backend: messages between two ranks, one grouped call a step, straight from each owner."""
+"""The transport for any backend: messages between two ranks, one grouped call a step, straight from each owner."""
 
 from collections import Counter
 
@@ -6,28 +6,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import progress
-from .beside import Transfer
-from .groups import Pair
-from .mover import Mover, slots
-from .packed import Rows
-from .plan import Piece, Plan
+from ringspan.parallel.coordination import progress
+from ringspan.parallel.coordination.process_groups import RingGroups
+from ringspan.parallel.plan import Piece, Plan
+from ringspan.parallel.streams import Transfer
+from ringspan.parallel.transport.base import Transport, slots
+from ringspan.parallel.transport.buffers import Rows
 
 
-class Messages(Mover):
-    def __init__(self, pair: Pair, plan: Plan, device: torch.device) -> None:
+class P2PTransport(Transport):
+    def __init__(self, pair: RingGroups, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         self.pair, self.device = pair, device
 
-    def fetch(self, index: int, which: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
         gives, takes = self.plan.gives[index], self.plan.steps[index].pieces
         rows = [tuple(x[piece.rows] for x in self.offered) for piece in gives]
         return self._exchange(self.pair.group, gives, rows, takes, slots(takes, into), "K/V")
 
-    def part(self, which: int, rows: int, like: Tensor) -> Tensor:
+    def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         return like.new_empty((rows, *like.shape[1:]))
 
-    def give(self, index: int, which: int, part: Tensor, into: Tensor) -> Transfer:
+    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
         gives, takes = self.plan.steps[index].pieces, self.plan.gives[index]
         return self._exchange(self.pair.gradients, gives, slots(gives, (part,)), takes, slots(takes, (into,)), "dK/dV")
 

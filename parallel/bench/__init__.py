@@ -1,0 +1,1 @@
+"""Benchmarks of the ring: `ringspan bench ring`."""
