@@ -1,6 +1,6 @@
 """Starts the ranks of this machine: one for each GPU, or two on the CPU.
 
-    python -m launch [--ranks=N] [--multirun] [key=value …]
+    ringspan launch [--ranks=N] [--multirun] [key=value …]
 
 The config is checked here first, so a mistake costs a second and no rank. The ranks are torchrun's. Ctrl-C, SIGTERM,
 SIGUSR1 and SIGHUP (of a terminal that closes) go to the ranks themselves, which save and leave; to torchrun they would mean
@@ -17,13 +17,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from trainer import compose, rules, rundir
-from trainer.config import Config
+from ringspan.launch import sweep
+from ringspan.trainer.checkpoint import run_folder
+from ringspan.trainer.config import compose, validate
+from ringspan.trainer.config.schema import Config
 
-from . import sweep
-
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = "python -m launch"
+PROGRAM = "ringspan launch"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
     configs = [compose.main(PROGRAM, __doc__, [*given, *job]).config for job in jobs]  # ends here if something is wrong
     del os.environ["WORLD_SIZE"]
-    if (cores := os.cpu_count() or 1) < num_ranks and not rules.has_gpu():
+    if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
         print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}: they will take turns", file=sys.stderr)
     if len(jobs) == 1:
         return start([*given, *jobs[0]], num_ranks)[0]
@@ -53,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
         own = " ".join(text for text in job if text not in same)
         _say(f"\n[{number} of {len(jobs)}] {own}")
-        first = rundir.choose(config, number=1)
+        first = run_folder.choose(config, number=1)
         alike[first] += 1
-        folder = rundir.choose(config, number=alike[first])
+        folder = run_folder.choose(config, number=alike[first])
         if _finished(config, folder):
             _say(f"{os.path.relpath(folder)} is finished, so it is not run again (checkpoint.resume=none would)")
             runs.append((own, folder, 0))
             continue
-        folder = rundir.choose(config)
+        folder = run_folder.choose(config)
         code, stopped = start([*given, *job], num_ranks)
         runs.append((own, folder, code))
         if stopped or code == 2:  # who stops one job does not want the next, and a mistake is in all of them
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
     """Runs torchrun to its end; its exit code, and whether it was asked to stop."""
-    command = [sys.executable, "-m", "launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "ringspan.launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner
@@ -83,7 +82,9 @@ def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
     told = 0
     try:
         # In a session of its own it hears no Ctrl-C from the terminal: what the ranks hear is decided here.
-        process = subprocess.Popen([*command, "-m", "trainer.train", *arguments], env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, "-m", "ringspan.trainer.train", *arguments], env=environment, start_new_session=True
+        )
         while process.poll() is None:
             for number in heard[told:]:
                 told += 1
@@ -122,10 +123,10 @@ def workers(parent: int) -> list[int]:
 
 def _finished(config: Config, folder: Path) -> bool:
     """Whether this very run has ended. A folder that was given a name may hold another: that is for the ranks to say."""
-    if config.checkpoint.resume == "none" or not (folder / rundir.FINISHED).exists():
+    if config.checkpoint.resume == "none" or not (folder / run_folder.FINISHED).exists():
         return False
     with contextlib.suppress(OSError, ValueError):
-        return not config.name or rundir.identity(rundir.config_of(folder)) == rundir.identity(config)
+        return not config.name or run_folder.identity(run_folder.config_of(folder)) == run_folder.identity(config)
     return False
 
 
@@ -151,7 +152,7 @@ def _ranks(given: list[str]) -> int:
         if not text.isdigit() or int(text) < 1:
             raise compose.ConfigError(f"{given[-1]}: a number of ranks, at least 1")
         return int(text)
-    if not rules.has_gpu():
+    if not validate.has_gpu():
         return 2
     import torch
 

@@ -1,4 +1,4 @@
-"""What this machine is, and what stands in the way: `python -m launch.doctor`, or with --links to measure between GPUs.
+"""What this machine is, and what stands in the way: `ringspan doctor`, or with --links to measure between GPUs.
 
 Each finding is one line, with what to do about it. Exit code 0: everything that training needs is there.
 """
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from ringspan import ROOT
+
 NEEDED = {"torch": "2.11", "deepspeed": "0.19", "hydra-core": "1.3", "numpy": "1.26"}
 OPTIONAL = ["triton", "wandb", "tensorboard", "tokenizers", "tiktoken"]
 OURS = ["kernels", "parallel", "trainer", "launch", "conf"]
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     if unknown := [text for text in argv if text != "--links"]:
-        print(f"python -m launch.doctor: {unknown[0]}: there is only --links", file=sys.stderr)
+        print(f"ringspan doctor: {unknown[0]}: there is only --links", file=sys.stderr)
         return 2
     doctor = Doctor()
     for title, examine in (("versions", versions), ("names", names), ("machine", machine), ("GPUs", gpus)):
@@ -139,7 +140,7 @@ def links(doctor: Doctor) -> None:
     if num < 2:
         doctor.note(f"{num} GPU{'s' * (num != 1)}", "links are measured between two or more")
         return
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", "-m", "launch.doctor", "--links"]
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", "-m", "ringspan.launch.doctor", "--links"]
     try:
         done = subprocess.run([sys.executable, *run], cwd=ROOT, capture_output=True, text=True, timeout=300)
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1] if done.returncode else ""
@@ -147,9 +148,7 @@ def links(doctor: Doctor) -> None:
     except subprocess.TimeoutExpired:
         reason, measured = "no answer in 300 seconds", []
     if reason:
-        doctor.bad(
-            f"{num} GPUs do not reach each other ({reason})", "NCCL_DEBUG=INFO python -m launch.doctor --links says more"
-        )
+        doctor.bad(f"{num} GPUs do not reach each other ({reason})", "NCCL_DEBUG=INFO ringspan doctor --links says more")
     for found in measured:
         if "error" in found:
             doctor.note(f"no {found['way']} ({found['error']})", "parallel.transport=p2p needs none")
@@ -181,7 +180,7 @@ def measure_links() -> None:
     import torch
     import torch.distributed as dist
 
-    from parallel.copy_engines import shown_by
+    from ringspan.parallel.transport.copy_engine import shown_by
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

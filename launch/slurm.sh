@@ -20,7 +20,7 @@ GPUS=${SLURM_GPUS_ON_NODE:-8}
 for argument in "$@"; do [[ $argument == name=* ]] && NAMED=yes; done
 [[ ${NAMED:-} ]] || set -- "$@" "name=slurm-$SLURM_JOB_ID"
 
-WORLD_SIZE=$((SLURM_NNODES * GPUS)) "$PYTHON" -m trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
+WORLD_SIZE=$((SLURM_NNODES * GPUS)) "$PYTHON" -m ringspan.trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # SIGUSR1 would end torchrun and orphan its ranks, and SIGTERM becomes SIGKILL after 30 seconds: it is told to pass both on.
@@ -30,7 +30,7 @@ PATIENCE=$("$PYTHON" -m torch.distributed.run --help 2> /dev/null | grep -q -- -
 srun --kill-on-bad-exit=1 "$PYTHON" -m torch.distributed.run \
   --nnodes="$SLURM_NNODES" --nproc-per-node="$GPUS" --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
   --rdzv-endpoint="$HEAD:$((20000 + SLURM_JOB_ID % 10000))" $PATIENCE \
-  -m trainer.train "$@" &
+  -m ringspan.trainer.train "$@" &
 STEP=$!
 
 stopped=

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from trainer import rundir
+from ringspan.trainer.checkpoint import run_folder
 
 LAST = 10  # steps that a loss is the mean of: one alone is noise
 
@@ -34,7 +34,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     """The last losses of a run, and its usual speed; None for what it has not."""
     found: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
     with contextlib.suppress(OSError, ValueError):  # it never began, or was killed while it wrote
-        for line in rundir.lines(folder / "metrics.jsonl"):
+        for line in run_folder.lines(folder / "metrics.jsonl"):
             found.setdefault(line["kind"], []).append(line)
     steps, held_out = found["train"], found["held_out"]
     losses = [line["loss"] for line in steps[-LAST:]]  # null where it was not finite: JSON has no NaN

@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import optim
-from .config import Config
-from .rules import multiplies_bf16
+from ringspan.trainer import optim
+from ringspan.trainer.config.schema import Config
+from ringspan.trainer.config.validate import multiplies_bf16
 
 Values = Callable[[str, str, int, int], Tensor]  # (a weight's name, "weight" or a moment, start, stop) → that part, flat
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}

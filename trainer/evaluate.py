@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import Config
-from .data import NO_LABEL, Dataset, Synthetic
-from .synthetic import Recall
+from ringspan.trainer.config.schema import Config
+from ringspan.trainer.data.dataset import NO_LABEL, Dataset, Synthetic
+from ringspan.trainer.data.synthetic_tasks import Recall
 
 WIDTH = 40  # characters of the longest bar
 FEW = 10  # answers whose share says little
@@ -194,8 +194,8 @@ def _short(num: int) -> str:
 def main() -> None:
     """There is no such command: only a run has the ring and the held-out data."""
     print(
-        "python -m trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To see it again, give "
-        "the command of a run that has a name once more: python -m launch name=… reports, and trains no further.",
+        "python -m ringspan.trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To see it again, give "
+        "the command of a run that has a name once more: ringspan launch name=… reports, and trains no further.",
         file=sys.stderr,
     )
     raise SystemExit(2)

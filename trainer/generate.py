@@ -1,7 +1,7 @@
 """Text from a model, token by token, on one rank and with a cache of keys and values.
 
-    python -m trainer.generate checkpoint=runs/my-run prompt="def main("
-    python -m trainer.generate checkpoint=runs/my-run prompt_file=book.txt tokens=500 samples=4
+    ringspan generate checkpoint=runs/my-run prompt="def main("
+    ringspan generate checkpoint=runs/my-run prompt_file=book.txt tokens=500 samples=4
 
 The prompt runs once, however many texts go on from it, and some thousand tokens at a time, so that a long one needs no more
 memory than its keys and values. Every further token is a call for all texts that are not at their end.
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compose, restore
-from .cache import PAGE, Cache, Pages, Text
-from .config import USUAL_TOKENS, Generate, Model
-from .model import GPT
+from ringspan.trainer.checkpoint import load_model
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import USUAL_TOKENS, Generate, Model
+from ringspan.trainer.kv_cache import PAGE, Cache, Pages, Text
+from ringspan.trainer.model import GPT
 
 PROMPT_TOKENS = 2**14  # that run at a time
 
@@ -136,9 +137,9 @@ def read(given: Generate) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = compose.parse_flat(Generate, "python -m trainer.generate", __doc__, argv)
+    given = compose.parse_flat(Generate, "ringspan generate", __doc__, argv)
     try:
-        restored = restore.Restored(given.checkpoint)
+        restored = load_model.Restored(given.checkpoint)
         if not restored.has_tokenizer:
             raise ValueError(
                 f"checkpoint={given.checkpoint!r} was trained on tokens that tokenizer=bytes did not make, so it cannot read a "
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"--- seed={given.seed + index}")
             print(given.prompt + letters.decode([*prompt, *added]).removeprefix(known))
     except ValueError as error:
-        compose.fail("python -m trainer.generate", error)
+        compose.fail("ringspan generate", error)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .data import Batch
-from .optim import fraction
-from .run import Run
+from ringspan.trainer.data.dataset import Batch
+from ringspan.trainer.optim import fraction
+from ringspan.trainer.run import Run
 
 
 class TooManyBadSteps(RuntimeError):
@@ -23,7 +23,7 @@ def train(run: Run) -> bool:
     config, engine, position = run.config, run.engine, run.position
     batches = run.batches()
     upcoming = next(batches)
-    num_labels = run.ranks.sum(torch.tensor(_num_labels(upcoming), dtype=torch.float64, device=run.device)).item()
+    num_labels = run.distributed.sum(torch.tensor(_num_labels(upcoming), dtype=torch.float64, device=run.device)).item()
     num_bad = 0
     for step in range(position.step + 1, config.steps + 1):
         batch, sums = upcoming, Sums.zeros(len(run.data.names), run.device)
@@ -102,7 +102,7 @@ class Sums:
     def reduced(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
         extra = torch.tensor([run.flops(batch), float(stop), next_labels], dtype=torch.float64)
         values = torch.cat([self.loss, self.by_source.flatten(), extra.to(self.loss.device)])
-        loss, count, *rest = run.ranks.sum(values).tolist()
+        loss, count, *rest = run.distributed.sum(values).tolist()
         flops, stopped, labels = rest[-3:]
         pairs = zip(run.data.names, rest[:-3:2], rest[1:-3:2], strict=True)
         sources = {name: x / n for name, x, n in pairs if n}

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kernels
-from kernels import Mask, linear_cross_entropy
-
-from . import rules
-from .config import Model, Rope
-from .cost import head_dim, window
+from ringspan.kernels.attention import attention
+from ringspan.kernels.loss import linear_cross_entropy
+from ringspan.kernels.mask import Mask
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.schema import Model, Rope
+from ringspan.trainer.planning.flops import head_dim, window
 
 Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as kernels.attention
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (B or 1, S, 1, head_dim / 2)
@@ -37,9 +37,7 @@ CHUNK = 2**20  # fresh weights are drawn in pieces of so many numbers, each with
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, config: Model, rope: Rope | None = None, attention: Attention = kernels.attention, seed: int | None = 0
-    ) -> None:
+    def __init__(self, config: Model, rope: Rope | None = None, attention: Attention = attention, seed: int | None = 0) -> None:
         """With seed=None the weights are left undrawn, for someone who will fill them."""
         super().__init__()
         check(config, rope or Rope())
@@ -294,7 +292,7 @@ def new_norm(config: Model, dim: int) -> nn.Module:
 
 
 def check(config: Model, rope: Rope) -> None:
-    problems = [*rules.shape(config), *rules.rotary(rope)]
+    problems = [*validate.shape(config), *validate.rotary(rope)]
     if config.vocabulary < 1:
         problems.append(f"model.vocabulary={config.vocabulary}: it must be at least 1 once the tokenizer is known")
     if config.positions == "learned" and config.max_positions < 1:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import rules
-from .config import Config, Optim, Schedule
-from .tracking import rate
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.schema import Config, Optim, Schedule
+from ringspan.trainer.monitoring.tracking import rate
 
 MAX_WARMUP = 1000  # a tenth of the steps, and at most so many: AdamW's averages know no more by then
 
@@ -44,7 +44,7 @@ def jump(old: Config, new: Config, step: int) -> str:
         if new.optim.kind == "muon":
             rates += f" optim.muon_lr={due * old.optim.muon_lr:.3g}"
         constant = replace(new, schedule=replace(new.schedule, kind="constant"))
-        refused = [name for name, why in rules.unused(constant).items() if why and name.startswith("schedule.")]
+        refused = [name for name, why in validate.unused(constant).items() if why and name.startswith("schedule.")]
         without = f", without {' and '.join(refused)}," * bool(refused)
         told += f". schedule=constant schedule.warmup=0 {rates}{without} keeps it where it was"
     return told + (

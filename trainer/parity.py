@@ -1,7 +1,7 @@
 """The certificate that sharding changes nothing: one step of a toy under every split, against one rank alone.
 
-    python -m trainer.parity                          1, 2 and 4 gloo ranks × ZeRO 0 to 3
-    python -m trainer.parity ranks=[1,2] zero=[0,3]
+    ringspan parity                          1, 2 and 4 gloo ranks × ZeRO 0 to 3
+    ringspan parity ranks=[1,2] zero=[0,3]
 
 Each row is a split into ring, ulysses and data and a ZeRO stage. The batch has uneven documents and three micro-batches. Loss
 and every gradient are compared with one rank at ZeRO 0, in fp32; printed is the largest deviation, relative to the largest
@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import compose
-from .config import option
+from ringspan import ROOT
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import option
 
 TOY = [
     "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=4", "model.mlp_dim=48", "model.name=toy",
@@ -81,7 +82,7 @@ def too_small(ulysses: int, data: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = compose.parse_flat(Parity, "python -m trainer.parity", __doc__, argv)
+    given = compose.parse_flat(Parity, "ringspan parity", __doc__, argv)
     found: dict[Split, dict[str, Any]] = {}
     reference = Split(1, 1, 1, 0)
     for num_ranks in sorted({1, *given.ranks}):
@@ -140,12 +141,12 @@ def processes(num_ranks: int, task: dict[str, Any]) -> list[int | None]:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     common = os.environ | dict(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    code = f"import json; from trainer.parity import work; work(json.loads({json.dumps(json.dumps(task))}))"
+    code = f"import json; from ringspan.trainer.parity import work; work(json.loads({json.dumps(json.dumps(task))}))"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],
             env=common | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
-            cwd=Path(__file__).parent.parent,
+            cwd=ROOT,
         )
         for rank in range(num_ranks)
     ]
@@ -171,8 +172,8 @@ def work(task: dict[str, Any]) -> None:
 
 def one(composed: compose.Composed) -> dict[str, Any]:
     """Losses of every step, and the first one's gradients."""
-    from .loop import train
-    from .run import Run
+    from ringspan.trainer.loop import train
+    from ringspan.trainer.run import Run
 
     losses: list[float] = []
     gradients: dict[str, list[float]] = {}

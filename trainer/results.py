@@ -1,7 +1,7 @@
 """Runs turned into results: how fast, how lean, how well planned, and how far runs that should agree are apart.
 
-    python -m trainer.results runs/llama-1b-131072-a7cc5c runs/gpt2-124m-8192-3f21aa --save
-    python -m trainer.results runs/one-gpu runs/ring-4 runs/ring-4-again --plot --save curves-h200
+    ringspan results runs/llama-1b-131072-a7cc5c runs/gpt2-124m-8192-3f21aa --save
+    ringspan results runs/one-gpu runs/ring-4 runs/ring-4-again --plot --save curves-h200
 
 Everything is read from the runs' folders. Speeds are medians over the steps of a run's last start, without the first --skip
 of them (which compile) and without those that were profiled. Peak memory is torch.cuda.max_memory_allocated of rank 0, and
@@ -24,16 +24,21 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from kernels.measure import slug
-from kernels.plots import pyplot
+from ringspan import ROOT
+from ringspan.kernels.bench.measure import slug
+from ringspan.kernels.bench.plots import pyplot
+from ringspan.trainer.checkpoint import run_folder
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.schema import Config
+from ringspan.trainer.data import tokenizer
+from ringspan.trainer.monitoring.profile_breakdown import breakdown
+from ringspan.trainer.planning import flops
+from ringspan.trainer.planning.machines import MACHINES
+from ringspan.trainer.planning.memory import GIB, footprint
 
-from . import check, cost, rules, rundir
-from .breakdown import breakdown
-from .config import Config
-from .footprint import GIB, footprint
-
-DOCS = check.RESULTS.parent
-PROGRAM = "python -m trainer.results"
+RESULTS = ROOT / "docs/results"  # of a checkout
+DOCS = RESULTS.parent
+PROGRAM = "ringspan results"
 LEAST = 3  # steps that a median is taken of
 PRIVATE = ("runs", "name", "data.cache", "checkpoint.resume")  # where a run lay is no part of what it was
 PLACES = ("paths", "path", "init_from")  # nor where its files were, but that it had some
@@ -60,20 +65,20 @@ def read(folder: Path) -> Recorded:
     missing = [name for name in ("config.yaml", "starts.jsonl", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder}: there is no {', '.join(missing)}: give the folder of a run, such as runs/NAME")
-    starts = list(rundir.lines(folder / "starts.jsonl"))
-    steps = [line for line in rundir.lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+    starts = list(run_folder.lines(folder / "starts.jsonl"))
+    steps = [line for line in run_folder.lines(folder / "metrics.jsonl") if line["kind"] == "train"]
     if wild := [step["step"] for step in steps if step["loss"] is None or not math.isfinite(step["loss"])]:
         raise ValueError(f"{folder}: the loss of step {wild[0]} is not finite, and there is no curve to tell of: run it anew")
     for start in reversed(starts):  # a run that was over and is started again adds a start, and no step
         began = datetime.fromisoformat(start["time"]).timestamp()
         if since := [step for step in steps if step["time"] >= began]:
-            return Recorded(folder.resolve().name, folder, rundir.config_of(folder), start, since, steps)
+            return Recorded(folder.resolve().name, folder, run_folder.config_of(folder), start, since, steps)
     raise ValueError(f"{folder}: this run has not finished a step: let it run on")
 
 
 def measure(run: Recorded, skip: int) -> Row:
     """A row of the result."""
-    config, ranks, device = check.resolve(run.config), run.start["ranks"], run.start["device"]
+    config, ranks, device = tokenizer.resolve_config(run.config), run.start["ranks"], run.start["device"]
     looked_at = {*config.debug.profile, *config.debug.memory}
     steps = [step for step in run.since[skip:] if step["step"] not in looked_at]
     if len(steps) < LEAST:
@@ -85,12 +90,12 @@ def measure(run: Recorded, skip: int) -> Row:
     seconds = statistics.median(step["seconds"] for step in steps)
     kernel = statistics.median(step["tflops"] for step in steps)
     # The same step counted the other way: its products are known, the rest of what was counted is attention.
-    products = 6 * cost.parameters(config.model).products * tokens / ranks / 1e12
+    products = 6 * flops.parameters(config.model).products * tokens / ranks / 1e12
     model = statistics.median(
         products / step["seconds"] + (step["tflops"] - products / step["seconds"]) * 3 / 3.5 for step in steps
     )
-    data, ring, ulysses = rules.mesh_of(config, ranks)
-    row: Row = dict(run=run.name, model=config.model.name, parameters=cost.parameters(config.model).total)
+    data, ring, ulysses = validate.mesh_of(config, ranks)
+    row: Row = dict(run=run.name, model=config.model.name, parameters=flops.parameters(config.model).total)
     row |= dict(
         length=config.data.length, batch=config.data.batch, tokens=tokens, ranks=ranks, data=sorted(config.data.sources)
     )
@@ -99,7 +104,7 @@ def measure(run: Recorded, skip: int) -> Row:
     row |= dict(steps=[steps[0]["step"], steps[-1]["step"]], num_steps=len(steps), seconds=seconds)
     row |= dict(seconds_min=min(s["seconds"] for s in steps), seconds_max=max(s["seconds"] for s in steps))
     row |= {"tokens_per_s": tokens / seconds, "tflops_3.5x": kernel, "tflops_3x": model, "loss": steps[-1]["loss"]}
-    known = next((m for m in check.MACHINES.values() if gpu and m.name.split()[-1] in device), None)
+    known = next((m for m in MACHINES.values() if gpu and m.name.split()[-1] in device), None)
     if known:
         row |= {"mfu_3.5x": kernel * 1e12 / known.peak, "mfu_3x": model * 1e12 / known.peak}
     planned = footprint(config, ranks, gpu).peak / GIB
@@ -145,31 +150,31 @@ def differences(runs: list[Recorded]) -> list[Row]:
 
 def _curve(run: Recorded) -> tuple[str, str]:
     """Equal for runs that should have the same losses, but for rounding in a fixed precision."""
-    return rundir.identity(run.config), _dtype(run)
+    return run_folder.identity(run.config), _dtype(run)
 
 
 def _alike(run: Recorded) -> Row:
     """What may change how a step is computed, and not what it computes."""
     parallel = {key: value for key, value in asdict(run.config.parallel).items() if key != "timeout"}
     how = dict(ranks=run.start["ranks"], device=run.start["device"], micro_batch=run.config.data.micro_batch)
-    mesh = dict(zip(("data", "ring", "ulysses"), rules.mesh_of(run.config, run.start["ranks"]), strict=True))
+    mesh = dict(zip(("data", "ring", "ulysses"), validate.mesh_of(run.config, run.start["ranks"]), strict=True))
     return how | parallel | mesh | asdict(run.config.engine) | dict(deterministic=run.config.debug.deterministic)
 
 
 def _split(run: Recorded) -> str:
-    data, ring, ulysses = rules.mesh_of(run.config, run.start["ranks"])
+    data, ring, ulysses = validate.mesh_of(run.config, run.start["ranks"])
     return f"data {data} × ring {ring} × ulysses {ulysses}, ZeRO {run.config.engine.zero}"
 
 
 def _dtype(run: Recorded) -> str:
-    return "bf16" if rules.multiplies_bf16(run.config, run.on_gpu) else "fp32"
+    return "bf16" if validate.multiplies_bf16(run.config, run.on_gpu) else "fp32"
 
 
 def _started(run: Recorded) -> str:
     """What starts such a run."""
     pairs = [text.partition("=")[::2] for text in run.start["overrides"]]
     given = [f"{key}={'…' if key.endswith(PLACES) else value}" for key, value in pairs if key not in PRIVATE]
-    return f"torchrun --nproc-per-node={run.start['ranks']} -m trainer.train {shlex.join(given)}".rstrip()
+    return f"torchrun --nproc-per-node={run.start['ranks']} -m ringspan.trainer.train {shlex.join(given)}".rstrip()
 
 
 def report(row: Row) -> str:
@@ -287,12 +292,12 @@ def main(argv: list[str] | None = None) -> int:
     print(devices[0], *map(report, rows), *[report_differences(found)] * bool(found), sep="\n\n")
     path = args.json
     if path is None and args.save is not None:
-        path = check.RESULTS / f"{(args.save or 'train-' + device).removesuffix('.json')}.json"
+        path = RESULTS / f"{(args.save or 'train-' + device).removesuffix('.json')}.json"
     plot = None if args.plot is None else Path(args.plot) if args.plot else DOCS / f"loss-{device}.png"
     for target in (path, plot):
         if target is not None:
             with contextlib.suppress(OSError):
-                check.RESULTS.mkdir(parents=True, exist_ok=True)
+                RESULTS.mkdir(parents=True, exist_ok=True)
             if not target.parent.is_dir():
                 parser.error(f"{target.parent} is no folder: make it first")
     if plot is not None:

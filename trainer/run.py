@@ -1,8 +1,6 @@
 """A run put together: ranks, data, model, engine, and what the loop asks of them."""
 
 import contextlib
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,22 +11,25 @@ from typing import IO, Any
 
 import torch
 
-from parallel import context_attention
-
-from . import checkpoint, cost, inspection, memory, rules, rundir, tokenizer, tracking
-from .compose import Composed, ConfigError
-from .config import Model
-from .data import Batch, Corpus, Dataset, prefetch, samples_of
-from .engine import Engine
-from .evaluate import Report, evaluate
-from .footprint import too_much
-from .generate import generate
-from .mixture import BLOCK
-from .model import GPT, fresh
-from .optim import jump
-from .ranks import Ranks
-from .signals import Signals
-from .watchdog import Watchdog
+from ringspan.parallel.context_attention import context_attention
+from ringspan.trainer import activation_checkpointing, run_messages
+from ringspan.trainer.checkpoint import checkpoint, run_folder
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.compose import Composed, ConfigError
+from ringspan.trainer.config.schema import Model
+from ringspan.trainer.data import tokenizer
+from ringspan.trainer.data.dataset import Batch, Corpus, Dataset, prefetch, samples_of
+from ringspan.trainer.distributed import DistributedContext
+from ringspan.trainer.engine import Engine
+from ringspan.trainer.evaluate import Report, evaluate
+from ringspan.trainer.generate import generate
+from ringspan.trainer.model import GPT, fresh
+from ringspan.trainer.monitoring import profiling, tracking
+from ringspan.trainer.monitoring.stop_signals import StopSignals
+from ringspan.trainer.monitoring.watchdog import Watchdog
+from ringspan.trainer.optim import jump
+from ringspan.trainer.planning import flops
+from ringspan.trainer.planning.memory import too_much
 
 
 class Stopped(Exception):
@@ -38,8 +39,8 @@ class Stopped(Exception):
 class Run:
     def __init__(self, composed: Composed) -> None:
         self.config = config = composed.config
-        self.signals = Signals()
-        self.ranks = ranks = Ranks(config)
+        self.signals = StopSignals()
+        self.distributed = ranks = DistributedContext(config)
         self.device = ranks.device
         self.folder, self._lock = self._enter(composed)
         self.watchdog = Watchdog(self.folder, ranks.rank, ranks.world, config.debug.watchdog)
@@ -73,17 +74,20 @@ class Run:
             source.restore_random()
         # Made under ZeRO 3 they would have been rounded to the weights' type.
         self.model.rope_frequencies()
-        compiled = rules.compiles(config, self.device.type == "cuda")
-        memory.install(self.model, config.engine.activations, config.engine.offload_activations, compiled)
+        compiled = validate.compiles(config, self.device.type == "cuda")
+        activation_checkpointing.install(self.model, config.engine.activations, config.engine.offload_activations, compiled)
         own = source is not None and source.folder.parent == self.folder / "checkpoints"
         run_id = self.position.run_id if own else ""  # where it only began with another run's weights, that one's curves stay
         self.tracker = tracking.Tracker(config, self.folder, ranks.rank == 0, run_id, self.position.step)
         self.position.run_id = ranks.first(self.tracker.run_id)
-        self._describe(source)
+        about = run_messages.description(config, self.model_config, ranks.mesh, ranks.world, self.device)
+        corpora = run_messages.corpus_lines(config, self.data, self.held_out)
+        where = run_messages.short_path(self.folder) + run_messages.resume_note(config, source.position.step if source else 0)
+        self.tracker.say("\n".join([about, *corpora, where]))
 
     def batches(self) -> Iterator[list[Batch]]:
         """Every step's micro-batches of this rank: its samples, and of them its tokens."""
-        data, mesh, first = self.config.data, self.ranks.mesh, self.position.samples
+        data, mesh, first = self.config.data, self.distributed.mesh, self.position.samples
 
         def make(number: int) -> list[Batch]:
             step = [samples_of(0, micro, data, mesh.data_rank, mesh.data) for micro in range(self.accumulation)]
@@ -93,10 +97,10 @@ class Run:
         return prefetch(make, 0, data.prefetch)
 
     def flops(self, batch: list[Batch]) -> float:
-        """Of these samples, counted on one of the ranks that share them; 3.5× convention (cost.py)."""
-        if self.ranks.mesh.context_rank:
+        """Of these samples, counted on one of the ranks that share them; 3.5× convention (flops.py)."""
+        if self.distributed.mesh.context_rank:
             return 0.0
-        return cost.training_flops(self.model_config, [length for micro in batch for length in micro.lengths])
+        return flops.training_flops(self.model_config, [length for micro in batch for length in micro.lengths])
 
     def report(self, step: int, total: Any, grad: float, lr: float, applied: bool, labels: float) -> None:
         config, tracker = self.config, self.tracker
@@ -104,12 +108,14 @@ class Run:
         tokens = config.data.batch * config.data.length
         values: dict[str, Any] = dict(loss=total.loss, grad=grad, lr=lr, labels=labels, tokens=self.position.tokens)
         values["samples"] = [self.position.samples - config.data.batch, self.position.samples - 1]
-        values |= dict(seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.ranks.world / 1e12)
+        values |= dict(
+            seconds=seconds, tokens_per_s=tokens / seconds, tflops=total.flops / seconds / self.distributed.world / 1e12
+        )
         if len(self.data.names) > 1:  # also in a step that has only one of them
             values["source"] = total.sources
         if not applied:
             values["skipped"] = step - self.position.applied
-        values |= inspection.memory_use(self.device, values["tflops"])
+        values |= profiling.memory_use(self.device, values["tflops"])
         tracker.log(step, values)
         if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
             tracker.say(tracking.line(step, config.steps, values, tracker.clock.left(step)))
@@ -120,23 +126,23 @@ class Run:
 
     @contextlib.contextmanager
     def inspect(self, step: int) -> Iterator[None]:
-        with inspection.watch(step, self.config.debug, self.folder, self.ranks.rank, self.device):
+        with profiling.watch(step, self.config.debug, self.folder, self.distributed.rank, self.device):
             yield
 
     def evaluate(self, step: int) -> Report | None:
         """Held-out data under the same ring; None if a signal came in between, which all ranks learn together."""
         self.tracker.clock.pause()
         self.model.eval()
-        mesh = self.ranks.mesh
+        mesh = self.distributed.mesh
 
         def before_each(number: int) -> None:
             self.watchdog.at(step, f"evaluation, micro-batch {number + 1}")
-            if self.ranks.any(self.signals.stop):
+            if self.distributed.any(self.signals.stop):
                 raise Stopped
 
         where = (self.at, self.device, mesh.data_rank, mesh.data)
         try:
-            report = evaluate(self.engine, self.held_out, self.config, *where, self.ranks.sum, before_each)
+            report = evaluate(self.engine, self.held_out, self.config, *where, self.distributed.sum, before_each)
         except Stopped:
             return None
         finally:
@@ -155,9 +161,9 @@ class Run:
         described = dict(
             model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
         )
-        described |= dict(length=self.config.data.length, tokens=self._foreign_tokens())
+        described |= dict(length=self.config.data.length, tokens=run_messages.reads_foreign_tokens(self.config))
         folder, options = self.folder / "checkpoints", self.config.checkpoint
-        self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.ranks, options)
+        self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
         if self.unsaved:
             step = self.position.step
             self.tracker.say(f"step {step}: the checkpoint could not be written, the one before stays: {self.unsaved}")
@@ -166,55 +172,28 @@ class Run:
         self.tracker.clock.go_on()
 
     def finish(self) -> None:
-        """After the last step: what the run came to, in text."""
-        config, step, path, python = self.config, self.position.step, _short(self.folder), _python()
+        """Evaluate after the last step, print the final report and mark the run as finished."""
+        config, step = self.config, self.position.step
         lines, metrics = [], {}
         if config.evaluate.batches:
             report = self.evaluate(step)
             if report is None:
                 return
             metrics = report.metrics()
-            sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-            whole = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
-            lines = [f"held-out loss{whole}{sources}", "", report.text(), ""]
-        if config.evaluate.sample and not self._foreign_tokens():
+            lines = run_messages.held_out_report(report)
+        if config.evaluate.sample and not run_messages.reads_foreign_tokens(config):
             self.watchdog.at(step, "sample")
             lines += [self._sample(), ""]
-        last = self.last_saved()
-        weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
-        lines.append(f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config{weights}.")
-        if self.unsaved:  # so it is not finished
-            lines.append(f"Step {step} is not saved: {self.unsaved}. Make room; the same command goes on from what is saved.")
-        else:
-            lines += ["What to try next:", *self._next(path, python, last is not None)]
+        lines += run_messages.final_report(config, self.folder, step, self.last_saved(), self.unsaved)
         self.tracker.say("\n" + "\n".join(lines))
-        if self.ranks.rank == 0 and not self.unsaved:
-            rundir.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+        if self.distributed.rank == 0 and not self.unsaved:
+            run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
 
     def way_on(self) -> str:
-        """What to give for a run with other options that begins at the last checkpoint."""
-        last = self.last_saved()
-        if last is None:
-            return "no checkpoint was saved, so it starts anew"
-        if self.config.name:
-            return f"the same name= goes on after {last.name}"
-        instead = " in place of init_from" * bool(self.config.init_from)
-        return f"checkpoint.resume={_short(last)}{instead} goes on from the last checkpoint"
+        return run_messages.how_to_continue(self.config, self.last_saved())
 
     def last_saved(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
-
-    def _foreign_tokens(self) -> bool:
-        """Whether all it read were ids that no tokenizer here has made: it can neither be asked nor read."""
-        return tokenizer.only_shards(self.config.data) and self.config.tokenizer.kind == "bytes"
-
-    def _next(self, path: str, python: str, saved: bool) -> Iterator[str]:
-        own = any(source.kind in ("text", "tokens") for source in self.config.data.sources.values())
-        if saved and not self._foreign_tokens():
-            yield f'  {python} -m trainer.generate checkpoint={path} prompt="{"The" if own else "def main("}"'
-        if not own:
-            yield f"  {python} -m launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   # your own files"
-        yield f"  {python} -m trainer.check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   # will it fit?"
 
     def _sample(self) -> str:
         """How a held-out text goes on. All ranks draw the same: under ZeRO 3 each layer's weights are gathered for all."""
@@ -222,7 +201,7 @@ class Run:
         text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
         prompt = self.held_out.windows([(text, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
         room = min(config.evaluate.sample, config.data.length - len(prompt))
-        run_layer, self.model.run_layer = self.model.run_layer, memory.plain
+        run_layer, self.model.run_layer = self.model.run_layer, activation_checkpointing.plain
         self.model.eval()
         # The cache counts in Python: layers that are compiled would be compiled again, token by token.
         with self.engine.precision(), torch.compiler.set_stance("force_eager"):
@@ -236,19 +215,19 @@ class Run:
         self.watchdog.close()
         self.signals.close()
         self.engine.close()
-        self.ranks.close()
+        self.distributed.close()
         if self._lock:
             self._lock.close()
 
     def _enter(self, composed: Composed) -> tuple[Path, IO[str] | None]:
         """Rank 0 makes the folder and locks it; the others are told where it is, or why there is none."""
         folder, lock, problem = None, None, ""
-        if self.ranks.rank == 0:
+        if self.distributed.rank == 0:
             try:
-                folder, lock = rundir.enter(composed)
+                folder, lock = run_folder.enter(composed)
             except ConfigError as error:
                 problem = str(error)
-        folder, problem = self.ranks.first((folder, problem))
+        folder, problem = self.distributed.first((folder, problem))
         if problem:
             raise ConfigError(problem)
         return folder, lock
@@ -268,8 +247,8 @@ class Run:
     def _source(self) -> checkpoint.Reader | None:
         """The checkpoint to go on from, if there is one. The run's own comes first: a path is where it began."""
         resume, folder, says = self.config.checkpoint.resume, self.folder / "checkpoints", []
-        path, damaged = checkpoint.newest(folder, self.ranks) if resume != "none" else (None, [])
-        if not path and resume != "none" and self.ranks.first((self.folder / rundir.FINISHED).exists()):
+        path, damaged = checkpoint.newest(folder, self.distributed) if resume != "none" else (None, [])
+        if not path and resume != "none" and self.distributed.first((self.folder / run_folder.FINISHED).exists()):
             raise ConfigError(
                 f"name={self.config.name}: that run is finished, and nothing is left to go on from or to report on "
                 f"({'; '.join(damaged) or 'it has no checkpoint'}); give another name, or checkpoint.resume=none to train anew"
@@ -279,97 +258,55 @@ class Run:
             given = Path(resume).expanduser().resolve()
             if path and path != given:
                 says.append(
-                    f"checkpoint.resume={resume} is not used: {_short(path)} is this run's own; to leave it, take a new name"
+                    f"checkpoint.resume={resume} is not used: {run_messages.short_path(path)} is this run's own; to leave it, take a new name"
                 )
             elif not path:
                 self._check_given(given)
                 path = given
-        if self.ranks.rank == 0:
+        if self.distributed.rank == 0:
             print(*says, sep="\n", end="\n" * bool(says), flush=True)
-        return self.ranks.alike(partial(checkpoint.Reader, path)) if path else None
+        return self.distributed.alike(partial(checkpoint.Reader, path)) if path else None
 
     def _check_given(self, path: Path) -> None:
         """The checkpoint that this run begins at is whole, and nothing else says what it begins with."""
         resume, init_from = self.config.checkpoint.resume, self.config.init_from
         if init_from:
             raise ConfigError(f"init_from={init_from}, checkpoint.resume={resume}: a run begins with one; leave out the other")
-        if problems := checkpoint.verify(path, self.ranks):
+        if problems := checkpoint.verify(path, self.distributed):
             raise ConfigError(
                 f"checkpoint.resume={resume}: {'; '.join(problems)}; a checkpoint is a folder runs/NAME/checkpoints/step-…"
             )
 
     def _record(self, composed: Composed, source: checkpoint.Reader | None) -> None:
         """On rank 0, once nothing refuses the run any more: what was refused leaves the folder as it was."""
-        if self.ranks.rank:
+        if self.distributed.rank:
             return
         step = source.position.step if source else 0
         if source and (told := self._jump(source.folder.parent.parent, step)):
             print(told, flush=True)
-        rundir.record(self.folder, composed, self.ranks.world, _device_name(self.device), step)
+        run_folder.record(self.folder, composed, self.distributed.world, run_messages.device_name(self.device), step)
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is now {name}.bad", flush=True)
 
     def _jump(self, began: Path, step: int) -> str:
         """Of the learning rate, against what the run had asked for whose checkpoint this is: itself or another."""
         with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
-            return jump(rundir.config_of(began), self.config, step)
+            return jump(run_folder.config_of(began), self.config, step)
         return ""
 
     def _converted(self) -> Callable[[str, str, int, int], torch.Tensor]:
         """Weights from a folder of Hugging Face safetensors."""
-        from . import weights
+        from ringspan.trainer.checkpoint import huggingface
 
         path, rope = Path(self.config.init_from).expanduser(), self.config.rope
-        values = weights.values(path, self.model_config, rope)
-        if self.ranks.rank == 0 and (told := weights.scaled_otherwise(path, rope)):
+        values = huggingface.values(path, self.model_config, rope)
+        if self.distributed.rank == 0 and (told := huggingface.scaled_otherwise(path, rope)):
             print(told, flush=True)
         return values
 
     def _warn_of_memory(self) -> None:
         """Before it is taken: a machine without enough may end a rank without a word."""
         known = replace(self.config, model=self.model_config)
-        there = inspection.memory_of_a_rank(self.device)
-        if warning := too_much(known, self.ranks.world, there, self.device.type == "cuda"):
+        there = profiling.memory_of_a_rank(self.device)
+        if warning := too_much(known, self.distributed.world, there, self.device.type == "cuda"):
             print(warning, file=sys.stderr, flush=True)
-
-    def _describe(self, source: checkpoint.Reader | None) -> None:
-        config, mesh = self.config, self.ranks.mesh
-        numbers = cost.parameters(self.model_config)
-        how = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
-        self.tracker.say(
-            f"{config.model.name}: {numbers.total:,} weights; "
-            f"{config.data.batch} sequences of {config.data.length:,} tokens a step; "
-            f"{self.ranks.world} × {_device_name(self.device)}, {how}\n"
-            + "".join(f"{text}\n" for text in self._corpora())
-            + _short(self.folder)
-            + self._going_on(source.position.step if source else 0)
-        )
-
-    def _corpora(self) -> Iterator[str]:
-        """How much text there is, and how much of it this run reads."""
-        config, short = self.config, tracking.short
-        pairs = zip(self.data.sources, self.held_out.sources, strict=True)
-        for name, share, (source, held_out) in zip(self.data.names, self.data.shares, pairs, strict=True):
-            if isinstance(source, Corpus):
-                read = config.steps * config.data.batch * config.data.length * share / BLOCK
-                there = f"{short(len(source.stream))} tokens and {short(len(held_out.stream))} held out"
-                yield f"{name}: {there}; {config.steps} steps read {short(read)}"
-
-    def _going_on(self, step: int) -> str:
-        over = f", its last: only its report follows{' (more steps= trains on)' * bool(self.config.name)}"
-        return f": going on after step {step}{over * (step >= self.config.steps)}" if step else ""
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
-
-
-def _python() -> str:
-    """What to type for the Python that runs this: `make train` uses .venv's, which need not be activated."""
-    found = shutil.which("python")
-    return "python" if found and Path(found).parent == Path(sys.executable).parent else _short(Path(sys.executable))
-
-
-def _short(path: Path) -> str:
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown

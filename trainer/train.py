@@ -1,7 +1,7 @@
 """Trains a GPT as its config says: conf/, an experiment, and what the command line changes.
 
-python -m launch experiment=gpt2_124m optim.lr=3e-4             the ranks of this machine
-torchrun --nproc-per-node=4 -m trainer.train parallel.ring=4    ranks that you start yourself
+ringspan launch experiment=gpt2_124m optim.lr=3e-4             the ranks of this machine
+torchrun --nproc-per-node=4 -m ringspan.trainer.train parallel.ring=4    ranks that you start yourself
 """
 
 import contextlib
@@ -9,9 +9,9 @@ import os
 import sys
 import traceback
 
-from . import compose
+from ringspan.trainer.config import compose
 
-PROGRAM = "python -m trainer.train"
+PROGRAM = "ringspan train"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(composed: compose.Composed) -> int:
     """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed or is not saved, 2 for what cannot be."""
-    from .loop import TooManyBadSteps, train
-    from .run import Run
+    from ringspan.trainer.loop import TooManyBadSteps, train
+    from ringspan.trainer.run import Run
 
     try:
         job = Run(composed)

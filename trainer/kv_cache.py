@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import Mask, paged_attention
+from ringspan.kernels.attention import attention
+from ringspan.kernels.mask import Mask
+from ringspan.kernels.paged_attention import paged_attention
 
 PAGE = 64  # tokens: half of one is idle in each text, and a page's keys of a head are a good piece to load
 
@@ -128,4 +129,4 @@ class Cache:
         (text,) = self.texts
         if text.num_tokens:  # what came before is put together; the last query stands at the last key, as without a cache
             k, v = (x[self._table[0]].flatten(0, 1)[None, : text.num_tokens + q.shape[1]] for x in (keys, values))
-        return kernels.attention(q, k, v, mask=mask, **options)
+        return attention(q, k, v, mask=mask, **options)

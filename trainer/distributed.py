@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import Mesh
+from ringspan.parallel.mesh import Mesh
+from ringspan.trainer.config.compose import ConfigError
+from ringspan.trainer.config.schema import Config
+from ringspan.trainer.config.validate import mesh_of
 
-from .compose import ConfigError
-from .config import Config
-from .rules import mesh_of
 
-
-class Ranks:
+class DistributedContext:
     def __init__(self, config: Config) -> None:
         for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
             os.environ.setdefault(name, value)

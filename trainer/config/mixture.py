@@ -1,5 +1,10 @@
 """How many samples each source of a mixture has. Without torch, for the check before the start asks it too."""
 
+from pathlib import Path
+
+from ringspan.trainer.config.schema import Data, TokenizerOptions
+
+BYTES_VOCABULARY = 257  # 256 byte values and one token that ends a document
 BLOCK = 1000  # samples in which each source's share is exact
 
 
@@ -19,3 +24,20 @@ def shares(weights: dict[str, float]) -> list[int]:
                 f"give more, or leave it out: ~data.sources.{name}"
             )
     return counts
+
+
+def file_of(options: TokenizerOptions) -> Path:
+    """What the options' tokenizer is read from."""
+    path = Path(options.path).expanduser()
+    if options.path and path.is_dir():
+        path = path / "tokenizer.json"
+    if not options.path or not path.is_file():
+        wanted = "a .tiktoken file" if options.kind == "tiktoken" else "a tokenizer.json, or the folder it is in"
+        needs = f"tokenizer.kind={options.kind} needs a file that is on this machine, {wanted}"
+        raise ValueError(f"tokenizer.path={options.path!r}: {needs}")
+    return path
+
+
+def only_shards(data: Data) -> bool:
+    """Whether all ids were made elsewhere, so that a run needs the tokenizer for nothing."""
+    return {source.kind for source in data.sources.values()} == {"tokens"}

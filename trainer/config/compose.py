@@ -20,9 +20,19 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from . import rules
-from .config import Config, Source
-from .options import CONF, default_of, explain, first_line, group_choices, help_text, nearest, nearest_key, option_names
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.help import (
+    CONF,
+    default_of,
+    explain,
+    first_line,
+    group_choices,
+    help_text,
+    nearest,
+    nearest_key,
+    option_names,
+)
+from ringspan.trainer.config.schema import Config, Source
 
 FLAGS = ["--help", "--cfg", "--config-dir", "--multirun", "--ranks"]
 COUNT_TOKENS = ("data.length", "model.max_positions", "rope.original_length")
@@ -67,12 +77,12 @@ def fail(program: str, error: Exception) -> NoReturn:
 def load(
     overrides: list[str], config_dir: str | None = None, world_size: int | None = None, planning: bool = False
 ) -> Composed:
-    """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see rules.check."""
+    """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see validate.check."""
     composed = _composed(overrides, config_dir)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        problems = rules.check(composed.config, world_size, planning)
+        problems = validate.check(composed.config, world_size, planning)
     except OSError as error:  # what it names lies in a folder that may not be looked into
         problems = [str(error)]
     if problems:
@@ -126,7 +136,7 @@ def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | 
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{text}: {first_line(error)}") from None
         given = OmegaConf.to_object(node)
-        problems = rules.check_values(given)
+        problems = validate.check_values(given)
         if problems:
             raise ConfigError("\n".join(problems))
         return given
@@ -146,7 +156,7 @@ def sweep(overrides: list[str], config_dir: str | None = None) -> list[list[str]
         values = [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_sweep_override() else None
         choices.append(list(enumerate(values or [override.input_line])))
     jobs = list(itertools.product(*choices))
-    unused = [set(rules.unused(_composed([text for _, text in job], config_dir).config)) for job in jobs]
+    unused = [set(validate.unused(_composed([text for _, text in job], config_dir).config)) for job in jobs]
     of_none = set.intersection(*unused)
     left = (
         tuple((number, text) for number, text in job if text.partition("=")[0] not in without - of_none)
@@ -173,10 +183,10 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             if not flags["config-dir"]:
                 raise ConfigError("--config-dir takes a folder: --config-dir=DIR")
         elif name == "--ranks":
-            raise ConfigError(f"{text}: ranks are started by the launcher: python -m launch --ranks=N …")
+            raise ConfigError(f"{text}: ranks are started by the launcher: ringspan launch --ranks=N …")
         elif name in ("--multirun", "-m"):
             raise ConfigError(
-                "--multirun starts one run after the other, so it belongs to the launcher: python -m launch --multirun …"
+                "--multirun starts one run after the other, so it belongs to the launcher: ringspan launch --multirun …"
             )
         elif text.startswith("-") and (bare := name.lstrip("-")) in option_names():
             raise ConfigError(f"{text}: there is no such flag; options are written without dashes: {bare}={value or '…'}")
@@ -231,7 +241,7 @@ def _check_key(override: Override, folders: list[Path]) -> None:
     key, text = override.key_or_group, override.input_line
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text}: several values are a sweep, which python -m launch --multirun runs one by one; a list is written [a,b]"
+            f"{text}: several values are a sweep, which ringspan launch --multirun runs one by one; a list is written [a,b]"
         )
     if key.startswith("hydra"):
         raise ConfigError(f"{text}: hydra's own options have no meaning here; the run's folder is set by `runs` and `name`")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .tokenizer import Tokenizer
+from ringspan.trainer.data.tokenizer import Tokenizer
 
 NO_LABEL = -100
 

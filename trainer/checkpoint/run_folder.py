@@ -23,10 +23,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from .compose import Composed, ConfigError
-from .config import Config
+from ringspan import ROOT
+from ringspan.trainer.config.compose import Composed, ConfigError
+from ringspan.trainer.config.schema import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
 NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache")

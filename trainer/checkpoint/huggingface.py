@@ -1,7 +1,7 @@
 """Hugging Face's weights in and out: folders of safetensors and a config.json, of Llama, Qwen3 and GPT-2.
 
     init_from=Llama-3.2-1B                                        a run starts from such a folder
-    python -m trainer.export checkpoint=runs/my-run to=my-model    writes one, which transformers loads
+    ringspan export checkpoint=runs/my-run to=my-model    writes one, which transformers loads
 
 Weights are read by memory map, one tensor at a time and only as much of it as is asked for, from one file or from the shards
 that an index names. GPT-2 keeps q, k and v in one matrix and every matrix transposed; otherwise only the names differ, since
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Model, Rope
-from .cost import head_dim, window
-from .safetensors import File, write
+from ringspan.trainer.checkpoint.safetensors import File, write
+from ringspan.trainer.config.schema import Model, Rope
+from ringspan.trainer.planning.flops import head_dim, window
 
 SHARD = 4 * 2**30  # bytes of a file that is written
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where one of our weights is in their file: rows [begin, end) of a tensor, transposed first if it is kept so."""
 
     name: str
@@ -34,37 +34,40 @@ class Place:
     rows: tuple[int, int] | None = None
 
 
-def places(model: Model, family: str) -> dict[str, Place]:
+def places(model: Model, family: str) -> dict[str, TensorLocation]:
     """Their place of each of our weights."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     if family == "gpt2":
-        found |= {"embedding.weight": Place("wte.weight"), "position_embedding.weight": Place("wpe.weight")}
-        found |= {f"norm.{part}": Place(f"ln_f.{part}") for part in ("weight", "bias")}
+        found |= {"embedding.weight": TensorLocation("wte.weight"), "position_embedding.weight": TensorLocation("wpe.weight")}
+        found |= {f"norm.{part}": TensorLocation(f"ln_f.{part}") for part in ("weight", "bias")}
         for i in range(model.layers):
             for part in ("weight", "bias"):
                 matrix = part == "weight"
                 for j, name in enumerate("qkv"):
                     rows = (j * model.dim, (j + 1) * model.dim)
-                    found[f"layers.{i}.attention.{name}.{part}"] = Place(f"h.{i}.attn.c_attn.{part}", matrix, rows)
-                found[f"layers.{i}.attention.o.{part}"] = Place(f"h.{i}.attn.c_proj.{part}", matrix)
-                found[f"layers.{i}.mlp.up.{part}"] = Place(f"h.{i}.mlp.c_fc.{part}", matrix)
-                found[f"layers.{i}.mlp.down.{part}"] = Place(f"h.{i}.mlp.c_proj.{part}", matrix)
-                found[f"layers.{i}.attention_norm.{part}"] = Place(f"h.{i}.ln_1.{part}")
-                found[f"layers.{i}.mlp_norm.{part}"] = Place(f"h.{i}.ln_2.{part}")
+                    found[f"layers.{i}.attention.{name}.{part}"] = TensorLocation(f"h.{i}.attn.c_attn.{part}", matrix, rows)
+                found[f"layers.{i}.attention.o.{part}"] = TensorLocation(f"h.{i}.attn.c_proj.{part}", matrix)
+                found[f"layers.{i}.mlp.up.{part}"] = TensorLocation(f"h.{i}.mlp.c_fc.{part}", matrix)
+                found[f"layers.{i}.mlp.down.{part}"] = TensorLocation(f"h.{i}.mlp.c_proj.{part}", matrix)
+                found[f"layers.{i}.attention_norm.{part}"] = TensorLocation(f"h.{i}.ln_1.{part}")
+                found[f"layers.{i}.mlp_norm.{part}"] = TensorLocation(f"h.{i}.ln_2.{part}")
         return found
-    found |= {"embedding.weight": Place("model.embed_tokens.weight"), "norm.weight": Place("model.norm.weight")}
+    found |= {
+        "embedding.weight": TensorLocation("model.embed_tokens.weight"),
+        "norm.weight": TensorLocation("model.norm.weight"),
+    }
     if not model.tied:
-        found["head.weight"] = Place("lm_head.weight")
+        found["head.weight"] = TensorLocation("lm_head.weight")
     for i in range(model.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        found[f"{ours}.attention_norm.weight"] = Place(f"{theirs}.input_layernorm.weight")
-        found[f"{ours}.mlp_norm.weight"] = Place(f"{theirs}.post_attention_layernorm.weight")
+        found[f"{ours}.attention_norm.weight"] = TensorLocation(f"{theirs}.input_layernorm.weight")
+        found[f"{ours}.mlp_norm.weight"] = TensorLocation(f"{theirs}.post_attention_layernorm.weight")
         for name in "qkvo":
-            found[f"{ours}.attention.{name}.weight"] = Place(f"{theirs}.self_attn.{name}_proj.weight")
+            found[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}_proj.weight")
         for name in ("gate", "up", "down"):
-            found[f"{ours}.mlp.{name}.weight"] = Place(f"{theirs}.mlp.{name}_proj.weight")
+            found[f"{ours}.mlp.{name}.weight"] = TensorLocation(f"{theirs}.mlp.{name}_proj.weight")
         for name in ("q_norm", "k_norm") if model.qk_norm else ():
-            found[f"{ours}.attention.{name}.weight"] = Place(f"{theirs}.self_attn.{name}.weight")
+            found[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}.weight")
     return found
 
 
@@ -141,7 +144,7 @@ def scaled_otherwise(path: Path, rope: Rope) -> str:
     return f"init_from={str(path)!r}: positions are scaled otherwise than there, as a longer context wants it: {differ}"
 
 
-class Given(dict[str, Any]):
+class HFConfig(dict[str, Any]):
     """A config.json, which tells what it lacks."""
 
     def __init__(self, *given: Any, path: Path) -> None:
@@ -155,7 +158,7 @@ class Given(dict[str, Any]):
 def read_config(path: Path) -> tuple[str, Model, Rope]:
     """The family, shape and rotary positions that a folder's config.json describes."""
     try:
-        given = Given(json.loads((path / "config.json").read_text()), path=path)
+        given = HFConfig(json.loads((path / "config.json").read_text()), path=path)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
     family = given.get("model_type")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import footprint
-from .config import Debug
-from .cost import PEAKS
+from ringspan.trainer.config.schema import Debug
+from ringspan.trainer.planning import memory
+from ringspan.trainer.planning.flops import PEAKS
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def memory_of_a_rank(device: torch.device) -> float:
     """Bytes: its GPU's, or its part of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return footprint.host_of_a_rank()
+    return memory.host_of_a_rank()
 
 
 def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:

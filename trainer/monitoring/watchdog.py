@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from parallel import progress
+from ringspan.parallel.coordination import progress
 
 
 class Watchdog:

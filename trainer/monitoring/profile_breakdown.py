@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from parallel.trace import is_transfer
+from ringspan.parallel.transport.base import is_transfer
 
 ATTENTION, RING = "ringspan::attention_", "ringspan::ring_"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation", "mkldnn::_linear_pointwise")

@@ -10,7 +10,7 @@ nor does what runs again in the backward to save memory.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .config import Model
+from ringspan.trainer.config.schema import Model
 
 CONVENTIONS = {"3x": 3.0, "3.5x": 3.5}
 # Dense bf16 operations a second, as their makers state them.

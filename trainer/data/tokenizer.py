@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from . import config
+from ringspan.trainer.config import schema
+from ringspan.trainer.config.mixture import BYTES_VOCABULARY, file_of, only_shards
 
 # What the tokenizers in use call the token that ends a document.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
@@ -54,7 +55,7 @@ class Tokenizer(Protocol):
 class Bytes:
     """A byte is a token; 256 ends a document."""
 
-    size, end, fingerprint = 257, 256, "bytes"
+    size, end, fingerprint = BYTES_VOCABULARY, 256, "bytes"
     begin: tuple[int, ...] = ()
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
@@ -128,24 +129,12 @@ class Tiktoken:
         return self._encoding.decode([i for i in ids if i in self._known])
 
 
-def load(options: config.Tokenizer) -> Tokenizer:
+def load(options: schema.TokenizerOptions) -> Tokenizer:
     """The tokenizer that the options ask for."""
     if options.kind == "bytes":
         return Bytes()
     path = file_of(options)
     return (HuggingFace if options.kind == "hf" else Tiktoken)(path, options.begin, options.end)
-
-
-def file_of(options: config.Tokenizer) -> Path:
-    """What the options' tokenizer is read from."""
-    path = Path(options.path).expanduser()
-    if options.path and path.is_dir():
-        path = path / "tokenizer.json"
-    if not options.path or not path.is_file():
-        wanted = "a .tiktoken file" if options.kind == "tiktoken" else "a tokenizer.json, or the folder it is in"
-        needs = f"tokenizer.kind={options.kind} needs a file that is on this machine, {wanted}"
-        raise ValueError(f"tokenizer.path={options.path!r}: {needs}")
-    return path
 
 
 def vocabulary(given: int, tokenizer: Tokenizer) -> int:
@@ -157,18 +146,19 @@ def vocabulary(given: int, tokenizer: Tokenizer) -> int:
     return given or -(-tokenizer.size // 64) * 64
 
 
-def only_shards(data: config.Data) -> bool:
-    """Whether all ids were made elsewhere, so that a run needs the tokenizer for nothing."""
-    return {source.kind for source in data.sources.values()} == {"tokens"}
-
-
-def resolved(options: config.Config, tokenizer: Tokenizer | None) -> config.Model:
+def resolved(options: schema.Config, tokenizer: Tokenizer | None) -> schema.Model:
     """The model's options, with what the tokenizer and the data decide filled in."""
     model = options.model
     rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
     known = model.vocabulary and only_shards(options.data)
     size = vocabulary(model.vocabulary, tokenizer) if tokenizer and not known else model.vocabulary
     return replace(model, vocabulary=size, max_positions=rows)
+
+
+def resolve_config(config: schema.Config) -> schema.Config:
+    """With what the tokenizer and the data decide filled in. A vocabulary that is given needs no tokenizer's file."""
+    letters = None if config.model.vocabulary else load(config.tokenizer)
+    return replace(config, model=resolved(config, letters))
 
 
 def _library(name: str, kind: str) -> Any:

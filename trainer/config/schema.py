@@ -73,7 +73,7 @@ class Rope:
 
 
 @dataclass
-class Tokenizer:
+class TokenizerOptions:
     """How text becomes tokens."""
 
     kind: str = option("bytes", "bytes needs no file", choices=("bytes", "hf", "tiktoken"))
@@ -135,7 +135,7 @@ class Parallel:
 
 
 @dataclass
-class Engine:
+class EngineOptions:
     """DeepSpeed and the memory of a step."""
 
     zero: int = option(1, "ZeRO stage: 1 shards the optimizer, 2 the gradients too, 3 the weights too", choices=(0, 1, 2, 3))
@@ -229,7 +229,7 @@ class Evaluate:
 
 @dataclass
 class Hardware:
-    """The machine that `python -m trainer.check` plans for."""
+    """The machine that `ringspan check` plans for."""
 
     name: str = option("auto", "auto measures this machine", choices=("auto", "h200", "h100", "b200", "a100", "mi300x", "cpu"))
     gpus: int = option(0, "how many; 0: those of this machine", least=0)
@@ -248,10 +248,10 @@ class Config:
     init_from: str = option("", "weights to start from: a folder with Hugging Face safetensors (Llama, Qwen3, GPT-2)")
     model: Model = group(Model, "the GPT's shape")
     rope: Rope = group(Rope, "rotary positions")
-    tokenizer: Tokenizer = group(Tokenizer, "how text becomes tokens")
+    tokenizer: TokenizerOptions = group(TokenizerOptions, "how text becomes tokens")
     data: Data = group(Data, "what a step sees")
     parallel: Parallel = group(Parallel, "how ranks share the work")
-    engine: Engine = group(Engine, "DeepSpeed and the memory of a step")
+    engine: EngineOptions = group(EngineOptions, "DeepSpeed and the memory of a step")
     optim: Optim = group(Optim, "the optimizer")
     schedule: Schedule = group(Schedule, "the learning rate over the steps")
     checkpoint: Checkpoint = group(Checkpoint, "what is saved, kept and resumed")
@@ -266,7 +266,7 @@ USUAL_TOKENS = 256  # that generation adds if it is not told how many
 
 @dataclass
 class Generate:
-    """`python -m trainer.generate checkpoint=… prompt=…`"""
+    """`ringspan generate checkpoint=… prompt=…`"""
 
     checkpoint: str = option("", "a checkpoint's folder, or a run's: then its newest")
     prompt: str = option("", "the text to go on with")
@@ -283,7 +283,7 @@ class Generate:
 
 @dataclass
 class Export:
-    """`python -m trainer.export checkpoint=… to=…`"""
+    """`ringspan export checkpoint=… to=…`"""
 
     checkpoint: str = option("", "a checkpoint's folder, or a run's: then its newest")
     to: str = option("", "the folder to write, in Hugging Face's format")

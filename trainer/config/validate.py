@@ -11,9 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Hardware, Model, Rope, Source
-from .mixture import shares
-from .tokenizer import Bytes, file_of, only_shards
+from ringspan.trainer.config.mixture import BYTES_VOCABULARY, file_of, only_shards, shares
+from ringspan.trainer.config.schema import Config, Hardware, Model, Rope, Source
 
 # An option, its values that have a use for others (none: any above 0), and these others; else they would be ignored.
 USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
@@ -48,9 +47,7 @@ def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
         return problems  # the rest may divide by them
     problems += rotary(config.rope)
     if config.hardware != Hardware() and not planning:
-        problems.append(
-            f"hardware.name={config.hardware.name}: only `python -m trainer.check` plans for a machine; leave it out"
-        )
+        problems.append(f"hardware.name={config.hardware.name}: only `ringspan check` plans for a machine; leave it out")
     if config.hardware.host_gib and (config.hardware.name == "cpu" or not on_gpu(config)):
         problems.append(
             f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; take hardware.memory_gib"
@@ -189,8 +186,8 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
     if data.held_out >= 1:
         yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
-    if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < Bytes.size and not only_shards(data):
-        yield f"model.vocabulary={config.model.vocabulary}: bytes need {Bytes.size}, as one ends documents; give at least these"
+    if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < BYTES_VOCABULARY and not only_shards(data):
+        yield f"model.vocabulary={config.model.vocabulary}: bytes need {BYTES_VOCABULARY}, as one ends documents; give at least these"
 
 
 def _files(config: Config) -> Iterator[str]:

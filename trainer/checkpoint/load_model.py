@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import config, tokenizer
-from .checkpoint import Reader
-from .model import GPT
+from ringspan.trainer.checkpoint.checkpoint import Reader
+from ringspan.trainer.config import schema
+from ringspan.trainer.data import tokenizer
+from ringspan.trainer.model import GPT
 
 
 class Restored:
@@ -23,10 +24,10 @@ class Restored:
         self.folder = find(path)
         self.reader = read(self.folder)
         described = self.reader.state["model"]
-        self.model = config.Model(**described["model"])
-        self.rope = config.Rope(**described["rope"])
+        self.model = schema.Model(**described["model"])
+        self.rope = schema.Rope(**described["rope"])
         self.length: int = described["length"]
-        self.tokenizer_options = config.Tokenizer(**described["tokenizer"])
+        self.tokenizer_options = schema.TokenizerOptions(**described["tokenizer"])
         # Bytes, the default, made no shards: what did, the run was not told. Older checkpoints do not say `tokens`.
         self.has_tokenizer = not (described.get("tokens", False) and self.tokenizer_options.kind == "bytes")
 

@@ -19,7 +19,7 @@ ECHO = {signal.SIGINT: 1}  # seconds
 OTHERS = 10
 
 
-class Signals:
+class StopSignals:
     """Handlers from construction to `close`."""
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Signals:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        name = signal.StopSignals(number).name
         if self.received:
-            if time.monotonic() - self._at > ECHO.get(signal.Signals(number), OTHERS):
+            if time.monotonic() - self._at > ECHO.get(signal.StopSignals(number), OTHERS):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import Checkpoint as Options
-from .engine import Engine
-from .ranks import Ranks
-from .safetensors import File, Writer
+from ringspan.trainer.checkpoint.safetensors import File, Writer
+from ringspan.trainer.config.schema import Checkpoint as Options
+from ringspan.trainer.distributed import DistributedContext
+from ringspan.trainer.engine import Engine
 
 NAME = re.compile(r"step-(\d{8})$")
 AHEAD = 2**31  # bytes of tensors that may wait for a rank's disk; one that is larger waits alone
@@ -50,7 +50,9 @@ class Position:
     run_id: str = ""
 
 
-def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any], ranks: Ranks, options: Options) -> str:
+def save(
+    folder: Path, engine: Engine, position: Position, config: dict[str, Any], ranks: DistributedContext, options: Options
+) -> str:
     """Writes step-N; returns what went wrong, on all ranks alike, or nothing. What was there before stays whole."""
     final = folder / f"step-{position.step:08d}"
     tmp = final.with_name(final.name + ".tmp")
@@ -87,7 +89,7 @@ def save(folder: Path, engine: Engine, position: Position, config: dict[str, Any
     return problem
 
 
-def _write_share(tmp: Path, engine: Engine, ranks: Ranks) -> tuple[dict[str, Any], str]:
+def _write_share(tmp: Path, engine: Engine, ranks: DistributedContext) -> tuple[dict[str, Any], str]:
     """This rank's tensors: those of every weight that fall to it, so that all write about as much, and at the same time."""
     owner = _owners(engine, ranks.world)
     mine = [name for name in engine.names if owner[name] == ranks.rank]
@@ -211,7 +213,7 @@ class Reader:
         random.setstate((version, tuple(internal), gauss))
 
 
-def newest(folder: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
+def newest(folder: Path, ranks: DistributedContext) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and what is wrong with the newer ones. The ranks share the hashing."""
     for stale in folder.glob("step-*.tmp") if ranks.rank == 0 else []:
         shutil.rmtree(stale, ignore_errors=True)
@@ -243,7 +245,7 @@ def _set_aside(path: Path) -> None:
     os.rename(path, away)
 
 
-def verify(path: Path, ranks: Ranks) -> list[str]:
+def verify(path: Path, ranks: DistributedContext) -> list[str]:
     """What is wrong with a checkpoint: each file that is missing, cut short, changed or cannot be read."""
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]

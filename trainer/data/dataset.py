@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import config
-from .corpus import NO_LABEL, Stream, open_source
-from .mixture import BLOCK, shares
-from .synthetic import Answers, Packed, Passkey, Recall
-from .tokenizer import Tokenizer
+from ringspan.trainer.config import schema
+from ringspan.trainer.config.mixture import BLOCK, shares
+from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
+from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
+from ringspan.trainer.data.tokenizer import Tokenizer
 
 
 class Batch(NamedTuple):
@@ -64,7 +64,7 @@ class Window(NamedTuple):
 class Corpus:
     """Windows of a stream. Each epoch cuts it at another offset, and takes the windows in another order."""
 
-    def __init__(self, stream: Stream, length: int, seed: int) -> None:
+    def __init__(self, stream: TokenStream, length: int, seed: int) -> None:
         self.stream, self.length, self.seed = stream, length, seed
         self.num_windows = max(1, len(stream) // length)
 
@@ -95,7 +95,7 @@ class Synthetic:
 class Dataset:
     """`part` is "train" or "held_out": text that the other never sees, synthetic samples that the other never draws."""
 
-    def __init__(self, options: config.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
+    def __init__(self, options: schema.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
         """`vocabulary` is the model's, which shards of tokens may use up; by default the tokenizer's."""
         assert part in ("train", "held_out")
         if not options.sources:
@@ -104,7 +104,7 @@ class Dataset:
         self.sources = [self._open(name, options, tokenizer, part, vocabulary or tokenizer.size) for name in self.names]
         self.shares = shares({name: source.weight for name, source in options.sources.items()})
 
-    def _open(self, name: str, options: config.Data, tokenizer: Tokenizer, part: str, vocabulary: int) -> Corpus | Synthetic:
+    def _open(self, name: str, options: schema.Data, tokenizer: Tokenizer, part: str, vocabulary: int) -> Corpus | Synthetic:
         source = options.sources[name]
         seed = hashed(self.seed if part == "train" else 0, part, name)  # every run holds out the same
         try:
@@ -152,7 +152,7 @@ class Dataset:
         return Batch(*tensors, torch.tensor(seeds), [source for source, _ in places], list(samples))
 
 
-def samples_of(step: int, micro: int, options: config.Data, data_rank: int, data_size: int) -> list[int]:
+def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data_size: int) -> list[int]:
     """The samples that a data rank runs in one of a step's micro-batches. A step has the same ones at any data_size."""
     share, rest = divmod(options.batch, data_size)
     if rest or share % options.micro_batch:

@@ -10,15 +10,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .config import Config, Data, Source
+from ringspan.trainer.config.schema import Config, Data, Source
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 USAGE = """usage: {program} [key=value | group=choice | experiment=name] …
 
   --help             this page            --cfg job          print the config that results, and stop
   --config-dir=DIR   YAML of your own, in folders named like conf/'s
-  --ranks=N          python -m launch: how many ranks to start (one for each GPU; 2 without)
-  --multirun         python -m launch: key=a,b starts one run after the other"""
+  --ranks=N          ringspan launch: how many ranks to start (one for each GPU; 2 without)
+  --multirun         ringspan launch: key=a,b starts one run after the other"""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .config import Config
+from ringspan.trainer.config.schema import Config
 
 
 class Tracker:

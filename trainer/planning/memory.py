@@ -17,9 +17,9 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 
-from .config import Config
-from .cost import head_dim, parameters
-from .rules import compiles, mesh_of, multiplies_bf16
+from ringspan.trainer.config.schema import Config
+from ringspan.trainer.config.validate import compiles, mesh_of, multiplies_bf16
+from ringspan.trainer.planning.flops import head_dim, parameters
 
 GIB = 2**30
 RESERVE = 0.08
@@ -195,7 +195,7 @@ def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str
         return ""
     return (
         f"memory: a rank is planned to {', and to '.join(needs)}, so it may run out. "
-        "python -m trainer.check with the same options says what would fit"
+        "ringspan check with the same options says what would fit"
     )
 
 

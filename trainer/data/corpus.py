@@ -24,15 +24,15 @@ from typing import IO
 
 import numpy as np
 
-from .config import Source
-from .tokenizer import Tokenizer
+from ringspan.trainer.config.schema import Source
+from ringspan.trainer.data.tokenizer import Tokenizer
 
 MAX_HELD_OUT = 2**24  # tokens; more would tell nothing more
 NO_LABEL = -100
 BATCH = 2**22  # bytes of text that are tokenized at once
 
 
-class Stream:
+class TokenStream:
     """The tokens first … last - 1 of some shards; `ends` are the positions of documents' last tokens."""
 
     def __init__(self, shards: Sequence[np.ndarray], ends: np.ndarray, first: int = 0, last: int | None = None) -> None:
@@ -43,7 +43,7 @@ class Stream:
     def __len__(self) -> int:
         return self.last - self.first
 
-    def part(self, held_out: bool, share: float) -> "Stream":
+    def part(self, held_out: bool, share: float) -> "TokenStream":
         """The stream without what is held out, or that alone: the cut is at a document's end if there is one nearby."""
         num = max(min(int(len(self) * share), MAX_HELD_OUT), 2)
         cut = self.last - num
@@ -52,7 +52,11 @@ class Stream:
         cut = min((end for end in near if abs(end - cut) <= num // 2), key=lambda end: abs(end - cut), default=cut)
         if cut < self.first + 2:
             raise ValueError(f"data.held_out={share} leaves nothing of {len(self)} tokens to train on: give more text")
-        return Stream(self.shards, self.ends, cut, self.last) if held_out else Stream(self.shards, self.ends, self.first, cut)
+        return (
+            TokenStream(self.shards, self.ends, cut, self.last)
+            if held_out
+            else TokenStream(self.shards, self.ends, self.first, cut)
+        )
 
     def read(self, at: np.ndarray) -> np.ndarray:
         """The tokens (int64) at positions that may go round."""
@@ -113,7 +117,7 @@ def stdlib_files() -> list[Path]:
     return sorted(found)
 
 
-def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: str) -> Stream:
+def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: str) -> TokenStream:
     if source.kind == "tokens":
         return _token_shards(source, vocabulary, cache)
     if source.kind == "text" and not source.paths:
@@ -125,7 +129,7 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
         ["text", tokenizer.fingerprint, source.text_key, _as_they_are(files)],
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
     )
-    return Stream([np.memmap(folder / "tokens.bin", dtype, "r")], np.load(folder / "ends.npy", mmap_mode="r"))
+    return TokenStream([np.memmap(folder / "tokens.bin", dtype, "r")], np.load(folder / "ends.npy", mmap_mode="r"))
 
 
 def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype: np.dtype, folder: Path) -> None:
@@ -202,7 +206,7 @@ def _batches(places: Iterator[tuple[Path, int, int]]) -> Iterator[list[tuple[Pat
         yield batch
 
 
-def _token_shards(source: Source, vocabulary: int, cache: str) -> Stream:
+def _token_shards(source: Source, vocabulary: int, cache: str) -> TokenStream:
     if not source.paths:
         raise ValueError("paths is empty: a source of kind tokens needs shards, such as 'data/*.bin'")
     files, dtype = text_files(source.paths), np.dtype(source.dtype)
@@ -230,7 +234,7 @@ def _token_shards(source: Source, vocabulary: int, cache: str) -> Stream:
         np.save(folder / "ends.npy", np.concatenate(found))
 
     folder = _cached(cache, ["tokens", source.dtype, source.header, source.end_token, vocabulary, _as_they_are(files)], index)
-    return Stream(shards, np.load(folder / "ends.npy", mmap_mode="r"))
+    return TokenStream(shards, np.load(folder / "ends.npy", mmap_mode="r"))
 
 
 def _as_they_are(files: Sequence[Path]) -> list[tuple[str, int, int]]:

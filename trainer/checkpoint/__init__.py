@@ -1,0 +1,1 @@
+"""Checkpoints, run folders, safetensors and Hugging Face weights."""

@@ -1,0 +1,1 @@
+"""Datasets: tokenized corpora, synthetic tasks, tokenizers."""

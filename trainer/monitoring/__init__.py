@@ -1,0 +1,1 @@
+"""Metrics and tracking, the watchdog, stop signals, profiling."""
