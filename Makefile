@@ -19,8 +19,8 @@ OURS := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
 UNREAD := $(strip $(foreach name,$(filter-out $(OURS),$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
 $(if $(UNREAD),$(error make does not know $(UNREAD): options go into ARGS, as in make train ARGS="steps=50"))
 
-train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see python -m launch --help
-	$(BIN)/python -m launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
+train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see ringspan launch --help
+	$(BIN)/ringspan launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
 test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
@@ -39,7 +39,7 @@ format: $(VENV)/.dev
 
 tables: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
-	$(BIN)/python -m kernels.bench --roofline --from docs/results/attention-h200.json --plot
+	$(BIN)/ringspan bench kernels --roofline --from docs/results/attention-h200.json --plot
 
 clean:  ## keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,56 @@
+"""The command `ringspan`: dispatches to the programs of the sub-packages, each of which has its own --help."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+
+from ringspan import __version__
+
+COMMANDS = {  # command: (module with main(argv), what it does)
+    "launch": ("ringspan.launch.__main__", "start the ranks of this machine and train"),
+    "train": ("ringspan.trainer.train", "train as one rank; torchrun … -m ringspan.trainer.train starts several"),
+    "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
+    "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
+    "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
+    "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
+    "parity": ("ringspan.trainer.parity", "measure that sharding does not change the loss"),
+    "doctor": ("ringspan.launch.doctor", "check this machine for training"),
+    "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
+    "bench ring": ("ringspan.parallel.bench.__main__", "benchmark the ring; start it with torchrun"),
+    "bench rehearse": ("ringspan.parallel.bench.rehearse", "time one rank of a ring on one GPU, with modelled transfers"),
+    "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),
+}
+TRAIN_EXTRA = ("hydra", "omegaconf", "deepspeed", "wandb")  # packages of ringspan[train]
+NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "generate", "export", "results", "parity")
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: ringspan COMMAND [options]", "", *lines, "", "ringspan COMMAND --help has the options of each."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"ringspan {__version__}")
+        return 0
+    size = 2 if argv[0] == "bench" else 1
+    name, rest = " ".join(argv[:size]), argv[size:]
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        hint = f"; did you mean `ringspan {nearest[0]}`?" if nearest else ""
+        print(f"ringspan: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    if name in NEEDS_TRAIN_EXTRA and (missing := [p for p in TRAIN_EXTRA if importlib.util.find_spec(p) is None]):
+        print(f'ringspan {name} needs {", ".join(missing)}: pip install "ringspan[train]"', file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
