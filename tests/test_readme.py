@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import compose
+from ringspan.trainer.config import compose
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/models-and-data.md", "docs/speed.md"]

@@ -1,7 +1,8 @@
-"""Tables in the documentation are what the results say."""
+"""docs/tables.py: every table of the documentation equals what its result renders to."""
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ def row(shape: str, kernel: str, forward: float, backward: float, **more) -> dic
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def repository(tmp_path: Path) -> Path:
+    """A checkout with one page and one made-up result."""
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "README.md").write_text(PAGE)
     result = {
@@ -32,7 +34,7 @@ def house(tmp_path: Path) -> Path:
         "dtype": "bf16",
         "date": "2001-02-03",
         "commit": "abc123",
-        "command": "python -m kernels.bench",
+        "command": "python -m ringspan.kernels.bench",
         "versions": {"torch": "9.9"},
         "shapes": [{"name": "a"}, {"name": "b"}],
         "rows": [
@@ -47,52 +49,120 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_regenerates_and_then_is_fresh(house: Path, capsys: pytest.CaptureFixture) -> None:
-    assert tables.main(["--check"], house) == 1
+def test_regenerates_and_then_is_fresh(repository: Path, capsys: pytest.CaptureFixture) -> None:
+    assert tables.main(["--check"], repository) == 1
     assert "README.md: table attention-h200 is stale" in capsys.readouterr().out
-    assert (house / "README.md").read_text() == PAGE  # --check changes nothing
-    assert tables.main([], house) == 0
-    text = (house / "README.md").read_text()
+    assert (repository / "README.md").read_text() == PAGE  # --check changes nothing
+    assert tables.main([], repository) == 0
+    text = (repository / "README.md").read_text()
     assert text.splitlines()[3:8] == [
         "",
-        "| TFLOP/s forward / backward | FA4 | TRITON | our best ÷ the best rival |",
+        "| TFLOP/s forward / backward | FA4 | TRITON | Ringspan best ÷ best baseline |",
         "|---|---|---|---|",
         "| a | 411 / **593** | **411** / 38.9 | 1.002 / 0.066 |",
         "| b | **2** / **0.0123** | wrong result | – / – |",
     ]
-    assert "Made-up GPU, bf16, torch 9.9, 2001-02-03, commit abc123: `python -m kernels.bench`" in text
+    assert "Made-up GPU, bf16, torch 9.9, 2001-02-03, commit abc123: `python -m ringspan.kernels.bench`" in text
     assert text.startswith("# Title\n") and text.endswith("\nAfter.\n")
-    assert tables.main(["--check"], house) == 0
-    tables.main([], house)
-    assert (house / "README.md").read_text() == text
+    assert tables.main(["--check"], repository) == 0
+    tables.main([], repository)
+    assert (repository / "README.md").read_text() == text
 
 
-def test_memory_is_shown_beside_standard_attention(house: Path) -> None:
-    path = house / "docs" / "results" / "attention-h200.json"
+def test_memory_is_shown_next_to_standard_attention(repository: Path) -> None:
+    path = repository / "docs" / "results" / "attention-h200.json"
     result = json.loads(path.read_text())
     assert "MiB" not in tables.attention(result)
     result["rows"] = [row("a", "standard", 10, 20, forward_mib=4096.4, backward_mib=6144)]
     result["rows"] += [row("a", "triton", 40, 50, forward_mib=1, backward_mib=64.6)]
     assert tables.attention(result).splitlines()[4:9] == [
         "",
-        "| MiB needed, forward / backward | STANDARD | TRITON |",
+        "| working memory in MiB, forward / backward | STANDARD | TRITON |",
         "|---|---|---|",
         "| a | 4,096 / 6,144 | **1** / **65** |",
         "| b | – | – |",
     ]
 
 
-def test_tries_say_what_each_gave() -> None:
-    tried = dict(which="forward", what="q in registers", unit="cycles", taken=False, gave={"full": "1.013", "window": "0.967"})
-    left_out = dict(which="backward", what="without dq", gave={"16k": "1.09"})
-    about = dict(device="Made-up GPU", dtype="bf16", date="2001", versions={"triton": "9.9"}, source="copied by hand")
-    text = tables.tries(about | dict(tries=[tried], limits=[left_out]))
-    assert "| forward: q in registers | no | cycles | full 1.013, window 0.967 |" in text
-    assert "| backward, without dq | 16k 1.09 |" in text
-    assert text.endswith("Made-up GPU, bf16, triton 9.9, 2001, copied by hand.")
+def experiment_log() -> dict:
+    """A result of kind "tries" with four rows and two parts that were left out."""
+    rows = [
+        ("forward", "q in registers", "cycles", False, {"full": "1.013", "4k x 8k": "0.967"}),
+        ("a ring's forward", "two kernels a step", "time", True, {"GQA 8k of 4": "1.021, 1.014", "all": "1, 2"}),
+        ("forward", "staggered", "time", False, {"full": "1.02 (1.00), 1.04 (1.03)", "16k": "0.98 (1.01)"}),
+        ("forward", "two heads (joules: GQA 8k 1.03, 16k 0.9)", "time", True, {"GQA 8k": "1.01", "full": "1.0"}),
+    ]
+    limits = [
+        dict(which="backward", what="without dq's product", gave={"16k": "1.09"}),
+        dict(which="backward", what="without the mask", gave={"16k": "1.01", "documents": "1.02"}),
+    ]
+    names = "which", "what", "unit", "taken", "gave"
+    provenance = dict(device="Made-up GPU", dtype="bf16", date="2001", versions={"triton": "9.9"}, source="copied by hand")
+    return {"kind": "tries", **provenance, "tries": [dict(zip(names, row, strict=True)) for row in rows], "limits": limits}
 
 
-def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
+def test_an_experiment_log_is_counted_by_area() -> None:
+    assert tables.tries(experiment_log()).splitlines()[2:] == [
+        "| forward | 3 | 1 | 2 |",
+        "| ring, forward | 1 | 1 | 0 |",
+        "",
+        "Made-up GPU, bf16, triton 9.9, 2001.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "mark, lines",
+    [
+        ("#1", ["| shape | clock cycles, before ÷ after |", "|---|--:|", "| full | 1.013 |", "| 4k × 8k | 0.967 |"]),
+        (
+            "#2 | first rank | last rank",
+            [
+                "| shape (time, before ÷ after) | first rank | last rank |",
+                "|---|--:|--:|",
+                "| GQA 8k, 4 ranks | 1.021 | 1.014 |",
+                "| all shapes | 1 | 2 |",
+            ],
+        ),
+        (
+            "#3 | staggered | adopted",
+            [
+                "| shape (time, before ÷ after) | staggered | adopted |",
+                "|---|--:|--:|",
+                "| full | 1.02, 1.04 | 1.00, 1.03 |",
+                "| 16k | 0.98 | 1.01 |",
+            ],
+        ),
+        (
+            "#4",
+            [
+                "| shape | time, before ÷ after | joules, before ÷ after |",
+                "|---|--:|--:|",
+                "| GQA 8k | 1.01 | 1.03 |",
+                "| full | 1.0 | – |",
+            ],
+        ),
+        (
+            "#limits-backward",
+            [
+                "| clock cycles, before ÷ without | 16k | documents |",
+                "|---|--:|--:|",
+                "| dq matmul | 1.09 | – |",
+                "| mask | 1.01 | 1.02 |",
+            ],
+        ),
+    ],
+)
+def test_an_experiment_is_one_table(repository: Path, mark: str, lines: list[str]) -> None:
+    (repository / "docs" / "results" / "log.json").write_text(json.dumps(experiment_log()))
+    page = repository / "docs" / "experiments" / "forward.md"
+    page.parent.mkdir()
+    page.write_text(f"<!-- table: log{mark} -->\n<!-- end -->\n")
+    assert tables.main([], repository) == 0
+    assert page.read_text().splitlines() == [f"<!-- table: log{mark} -->", "", *lines, "", "<!-- end -->"]
+    assert tables.main(["--check"], repository) == 0
+
+
+def test_cycles_and_joules_are_shown_if_counted() -> None:
     rows = [
         row("a", "triton", 1, 1, forward_mcycles=2.5, backward_mcycles=7.0),
         row("a", "fa4", 1, 1, forward_mcycles=2.4, backward_mcycles=7.5),
@@ -101,58 +171,61 @@ def test_cycles_and_joules_are_shown_where_they_were_counted() -> None:
     ]
     labels = {"fa4": "FA4", "triton": "TRITON"}
     result = {"shapes": [{"name": "a"}, {"name": "b"}], "rows": rows}
-    assert tables._counted(result, ["fa4", "triton"], labels)[1:] == [
-        "| million cycles forward / backward | FA4 | TRITON |",
+    assert tables._cycles_and_joules(result, ["fa4", "triton"], labels)[1:] == [
+        "| million clock cycles, forward / backward | FA4 | TRITON |",
         "|---|---|---|",
         "| a | **2.400** / 7.500 | 2.500 / **7.000** |",
         "| b | **0.123** / **1.000** | – |",
     ]
     result["rows"] = [row("a", "fa4", 1, 1, forward_joules=0.51234, backward_joules=1.2), *rows[2:3]]
-    assert tables._counted(result, ["fa4", "triton"], labels)[1:] == [
-        "| joules forward / backward | FA4 | TRITON |",
+    assert tables._cycles_and_joules(result, ["fa4", "triton"], labels)[1:] == [
+        "| joules, forward / backward | FA4 | TRITON |",
         "|---|---|---|",
         "| a | **0.512** / **1.2** | – |",
         "| b | – | – |",
     ]
     result["rows"] = rows[2:3]
-    assert tables._counted(result, ["fa4", "triton"], labels) == []
+    assert tables._cycles_and_joules(result, ["fa4", "triton"], labels) == []
 
 
-def test_what_ranks_of_a_rehearsal_would_lose(house: Path) -> None:
-    result = json.loads((house / "docs" / "results" / "attention-h200.json").read_text()) | {"kind": "rehearsal", "ranks": 2}
+def test_a_rehearsal_shows_the_share_of_each_rank(repository: Path) -> None:
+    result = json.loads((repository / "docs" / "results" / "attention-h200.json").read_text()) | {
+        "kind": "rehearsal",
+        "ranks": 2,
+    }
     shares = [(None, 1.0, 1.0), (0, 0.9123, 0.9), (1, 0.95, 0.9876)]
     result["rows"] = [
         {"setting": name, "rank": rank, "both_tflops": 601.4, "both_share": share}
-        | ({"cycles_share": its} if name == "8k" else {})
+        | ({"cycles_share": cycles_share} if name == "8k" else {})
         for name in ("8k", "32k")
-        for rank, share, its in shares
+        for rank, share, cycles_share in shares
     ]
     lines = tables.rehearsal(result).splitlines()
     assert lines[:4] == [
-        "| 2 ranks, share of alone (in cycles) | alone, TFLOP/s | rank 0 | rank 1 |",
+        "| 2 ranks: share of the kernel alone by time (by clock cycles) | alone, TFLOP/s | rank 0 | rank 1 |",
         "|---|---|---|---|",
         "| 8k | 601 | 91.2% (90.0%) | 95.0% (98.8%) |",
         "| 32k | 601 | 91.2% | 95.0% |",
     ]
 
 
-def test_why_a_clock_was_low_and_what_was_busy() -> None:
+def test_power_and_utilisation_are_shown_if_measured() -> None:
     power = dict(forward_watts=695.6, forward_watts_limit=700.0, forward_held_down=1.0)
     power |= dict(backward_watts=646.2, backward_watts_limit=700.0, backward_held_down=0.75)
     busy = dict(forward_busy={"tensor cores": 0.888, "L2": 0.441}, forward_dram_bytes=2**29, forward_longest_share=0.999)
     result = {"shapes": [{"name": "a"}], "rows": [row("a", "fa4", 1, 1, **power), row("a", "triton", 1, 1, **busy)]}
-    assert tables._counted(result, ["fa4"], {"fa4": "FA4"})[-1] == (
-        "They took 646 to 696 W. The limit of 700 W held the clock down 75% to 100% of the time."
+    assert tables._cycles_and_joules(result, ["fa4"], {"fa4": "FA4"})[-1] == (
+        "Power: 646 to 696 W. The 700 W limit throttled the clock 75% to 100% of the time."
     )
-    assert tables._busy(result, {"triton": "TRITON"})[1:] == [
-        "| busy, by Nsight Compute | | tensor cores | L2 | GiB of DRAM | the longest kernel's share |",
+    assert tables._utilisation(result, {"triton": "TRITON"})[1:] == [
+        "| utilisation (Nsight Compute) | kernel | tensor cores | L2 | DRAM traffic, GiB | longest kernel, share of time |",
         "|---|---|--:|--:|--:|--:|",
         "| a forward | TRITON | 89% | 44% | 0.50 | 99.9% |",
     ]
-    assert tables._busy(result | {"rows": result["rows"][:1]}, {}) == []
+    assert tables._utilisation(result | {"rows": result["rows"][:1]}, {}) == []
 
 
-def test_what_a_visible_tile_costs() -> None:
+def test_time_per_visible_tile_is_relative_to_plain_causal() -> None:
     shape = dict(batch=1, causal=True, window=None, documents=None, head_dim=64, heads=4, kv_heads=4)
     rows = [
         row("short", "triton", 1, 1, tiles=10, forward_ms=9.0, backward_ms=9.0),
@@ -169,51 +242,59 @@ def test_what_a_visible_tile_costs() -> None:
         shape | dict(name="wide", window=4096, head_dim=128),
         shape | dict(name="groups", kv_heads=1),
     ]
-    lines = tables._each_tile({"rows": rows, "shapes": shapes})
-    assert lines[3:] == ["| TRITON | window | 50 | 1.20 / 1.00 × plain's |"]
-    assert not tables._each_tile({"rows": rows[:2], "shapes": shapes})
+    lines = tables._time_per_tile({"rows": rows, "shapes": shapes})
+    assert lines[3:] == ["| TRITON | window | 50 | 1.20 / 1.00 | plain |"]
+    assert not tables._time_per_tile({"rows": rows[:2], "shapes": shapes})
 
 
-def test_a_number_typed_by_hand_is_stale(house: Path, capsys: pytest.CaptureFixture) -> None:
-    (house / "docs" / "page.md").write_text(PAGE)
-    tables.main([], house)
-    page = house / "docs" / "page.md"
+def test_a_number_typed_by_hand_is_stale(repository: Path, capsys: pytest.CaptureFixture) -> None:
+    (repository / "docs" / "page.md").write_text(PAGE)
+    tables.main([], repository)
+    page = repository / "docs" / "page.md"
     page.write_text(page.read_text().replace("593", "953"))
-    assert tables.main(["--check"], house) == 1
+    assert tables.main(["--check"], repository) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("docs/page.md: table attention-h200 is stale")
 
 
 @pytest.mark.parametrize(
     "page, message",
     [
-        (PAGE.replace("h200", "h9000"), "no docs/results/attention-h9000.json (there are: attention-h200)"),
-        (PAGE.replace("<!-- end -->", ""), "correct it"),
-        (PAGE.replace("<!-- end -->", "") + PAGE, "has no end"),
-        (PAGE.replace("attention-h200", "odd"), "kind 'odd', known are attention"),
+        (
+            PAGE.replace("h200", "h9000"),
+            "table=attention-h9000: docs/results has no such file, it has attention-h200; measure it",
+        ),
+        (PAGE.replace("<!-- end -->", ""), "a table mark has no end or no name; write"),
+        (PAGE.replace("<!-- end -->", "") + PAGE, "table=attention-h200: the region has no end; close it"),
+        (PAGE.replace("attention-h200", "odd"), "table=odd: no function renders kind='odd', known are attention"),
+        (PAGE.replace("h200", "h200#1"), "table=attention-h200#1: a result of kind='attention' has no parts; leave out #1"),
+        (PAGE.replace("attention-h200", "log#5"), "part=5: the log has no such row; write 1 to 4, or one of limits-backward"),
+        (PAGE.replace("attention-h200", "log#2 | one | two | three"), "columns=one | two | three: the log has 2 figures"),
     ],
 )
-def test_errors_name_a_remedy(house: Path, page: str, message: str, capsys: pytest.CaptureFixture) -> None:
-    (house / "docs" / "results" / "odd.json").write_text('{"kind": "odd"}')
+def test_errors_say_what_works(repository: Path, page: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    (repository / "docs" / "results" / "odd.json").write_text('{"kind": "odd"}')
+    (repository / "docs" / "results" / "log.json").write_text(json.dumps(experiment_log()))
     if "h9000" in message:
-        (house / "docs" / "results" / "odd.json").unlink()
-    (house / "README.md").write_text(page)
-    assert tables.main([], house) == 1
+        for name in ("odd", "log"):
+            (repository / "docs" / "results" / f"{name}.json").unlink()
+    (repository / "README.md").write_text(page)
+    assert tables.main([], repository) == 1
     assert message in capsys.readouterr().err
-    assert (house / "README.md").read_text() == page
+    assert (repository / "README.md").read_text() == page
 
 
-def test_marks_within_a_line_are_prose(house: Path) -> None:
+def test_marks_within_a_line_are_prose(repository: Path) -> None:
     text = "A region starts with `<!-- table: NAME -->` and stops at `<!-- end -->`.\n"
-    assert tables.update(text, house / "docs" / "results") == (text, [])
+    assert tables.update(text, repository / "docs" / "results") == (text, [])
 
 
-def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> None:
+def test_a_missing_optional_result_is_not_measured_yet(repository: Path) -> None:
     result = {
         "kind": "train",
         "device": "Made-up GPU",
         "dtype": "bf16",
         "date": "2001-02-03",
-        "command": "python -m trainer.results runs/a",
+        "command": "python -m ringspan.trainer.results runs/a",
         "versions": {"torch": "9.9"},
         "plot": "docs/loss.png",
         "rows": [
@@ -235,28 +316,49 @@ def test_a_table_that_is_not_measured_yet_says_so_until_it_is(house: Path) -> No
             },
         ],
     }  # fmt: skip
-    (house / "README.md").write_text("<!-- table: train-h200 if measured -->\n<!-- end -->\n")
-    assert tables.main([], house) == 0
+    (repository / "README.md").write_text("<!-- table: train-h200 if measured -->\n<!-- end -->\n")
+    assert tables.main([], repository) == 0
     marks = "<!-- table: train-h200 if measured -->\n\n{}\n\n<!-- end -->\n"
-    assert (house / "README.md").read_text() == marks.format("*Not measured yet.*")
-    assert tables.main(["--check"], house) == 0
-    (house / "docs" / "results" / "train-h200.json").write_text(json.dumps(result))
-    assert tables.main(["--check"], house) == 1
-    assert tables.main([], house) == 0
-    lines = (house / "README.md").read_text().splitlines()
+    assert (repository / "README.md").read_text() == marks.format("*Not measured yet.*")
+    assert tables.main(["--check"], repository) == 0
+    (repository / "docs" / "results" / "train-h200.json").write_text(json.dumps(result))
+    assert tables.main(["--check"], repository) == 1
+    assert tables.main([], repository) == 0
+    lines = (repository / "README.md").read_text().splitlines()
     assert lines[0] == "<!-- table: train-h200 if measured -->" and lines[-1] == "<!-- end -->"
-    big = "| big, 1 × 131,072 tokens on 4: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 | 12.5% |"
-    assert big in lines and "| small, 8 × 512 tokens on 1: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – |" in lines
+    big = "| big, 1 × 131,072 tokens, 4 ranks: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 | 12.5% |"
+    assert big in lines and "| small, 8 × 512 tokens, 1 rank: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – |" in lines
     assert "| split | one and four | 200 | 0.00045 | 0.0012 | 2.346 |" in lines
-    assert "[The losses, drawn](docs/loss.png). Made-up GPU, bf16" in lines[-3]
-    assert tables.main(["--check"], house) == 0
-    page = house / "docs" / "page.md"  # whose links begin in docs
-    page.write_text("<!-- table: train-h200 -->\n<!-- end -->\n")
-    assert tables.main([], house) == 0 and "[The losses, drawn](loss.png)." in page.read_text()
+    assert "[Loss curves](docs/loss.png). Made-up GPU, bf16" in lines[-3]
+    assert tables.main(["--check"], repository) == 0
+    for page, target in ("docs/page.md", "loss.png"), ("docs/experiments/page.md", "../loss.png"):  # relative to the page
+        path = repository / page
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("<!-- table: train-h200 -->\n<!-- end -->\n")
+        assert tables.main([], repository) == 0 and f"[Loss curves]({target})." in path.read_text()
 
 
 def test_our_own_pages_are_up_to_date(capsys: pytest.CaptureFixture) -> None:
-    pages = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if page.is_file()]
-    if not any(tables.OPENING.search(page.read_text(encoding="utf-8")) for page in pages):
-        pytest.skip("no page has a table yet")
+    names = {page.relative_to(ROOT).as_posix() for page in tables.pages(ROOT)}
+    assert {"README.md", "docs/performance.md", "docs/tiles.md", "docs/experiments/ring.md"} <= names
     assert tables.main(["--check"]) == 0, capsys.readouterr()
+
+
+def test_every_recorded_experiment_is_in_the_log() -> None:
+    log = json.loads((ROOT / "docs" / "results" / "tries-h200.json").read_text())
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "experiments").glob("*.md"))
+    parts = [match["part"] for match in tables.REGION.finditer(text) if match["name"] == "tries-h200" and match["part"]]
+    areas = {f"limits-{row['which']}" for row in log["limits"]}
+    assert sorted(parts) == sorted([*(str(number) for number in range(1, len(log["tries"]) + 1)), *areas])
+
+
+def test_the_index_of_the_log_lists_every_entry() -> None:
+    folder = ROOT / "docs" / "experiments"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"^- \[(.+)\]\((\S+\.md)#(\S+)\)$", index, re.MULTILINE)
+    entries = []
+    for name in dict.fromkeys(page for _, page, _ in links):
+        for title in re.findall(r"^## (.+)$", (folder / name).read_text(encoding="utf-8"), re.MULTILINE):
+            entries.append((title, name, re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")))  # as GitHub anchors it
+    assert links == entries
+    assert all(page.name in index for page in folder.glob("*.md") if page.name != "README.md")

@@ -1,6 +1,6 @@
 """The sweep that every backend passes, on the CPU at these sizes and on a GPU at larger ones too."""
 
-from .dense import Case
+from tests.kernels.dense import Case
 
 
 def packed(*lengths: int) -> tuple[int, ...]:

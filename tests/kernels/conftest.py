@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kernels.compat import hopper_runs_on
-
-from ..conftest import HAS_GPU
+from ringspan.kernels.runtime.triton_compat import hopper_runs_on
+from tests.conftest import HAS_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +12,7 @@ def hopper_somewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.node.get_closest_marker("hopper") is None:
         return
     if not HAS_GPU:
-        from .emulator import emulate  # only here: it imports the kernels, and triton with them
+        from tests.kernels.backends.hopper.emulator import emulate  # only here: it imports the kernels, and triton with them
 
         emulate(monkeypatch)
     elif not hopper_runs_on(torch.device("cuda")):

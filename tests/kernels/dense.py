@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import Mask
+from ringspan import Mask
 
 INF = float("inf")
 

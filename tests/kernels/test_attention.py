@@ -16,9 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import Mask, adds_in_memory, attention, compat
-from kernels.blocks import choose_backend
-from kernels.operators import _nobody_listens
+from ringspan import Mask, attention
+from ringspan.kernels.backends.choose import adds_in_memory, choose_backend
+from ringspan.kernels.runtime import triton_compat
+from ringspan.kernels.runtime.custom_op import _nobody_listens
 
 
 def qkv(
@@ -221,7 +222,7 @@ def test_compile_with_documents_and_dropout(device: str) -> None:
 
 def test_selective_checkpointing_keeps_attention(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With (out, lse) saved, a recomputed block never runs attention again."""
-    module = sys.modules["kernels.attention"]
+    module = sys.modules["ringspan.kernels.attention"]
     run, runs = module.block_forward, []
     monkeypatch.setattr(module, "block_forward", lambda *args, **options: runs.append(1) or run(*args, **options))
 
@@ -306,7 +307,7 @@ def test_only_hopper_leaves_additions_to_the_memory(monkeypatch: pytest.MonkeyPa
     """And there neither a deterministic backward nor one that goes to the portable kernel."""
     q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="meta")
     for chip, hopper in (("sm_90", True), ("sm_100", False)):
-        monkeypatch.setattr(compat, "chip", lambda _, chip=chip: chip)
+        monkeypatch.setattr(triton_compat, "chip", lambda _, chip=chip: chip)
         assert adds_in_memory(q, q) is hopper
         assert not adds_in_memory(q, q, deterministic=True)
         assert not adds_in_memory(q, q, dropout=0.1, seed=1)

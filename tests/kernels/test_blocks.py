@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import Mask, attention, block_backward, block_forward, blocks, output_delta, passed
-from kernels.block import Block
-from kernels.reference import accumulation_dtype
-from kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
-
-from ..conftest import HAS_GPU
-from .cases import packed
+from ringspan import Mask, attention
+from ringspan.kernels import blocks
+from ringspan.kernels.backends.block import Block
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.runtime import call_cache
+from ringspan.kernels.segments import ascending_runs, check_segments, num_rows, positions, whole
+from ringspan.kernels.tensors import accumulation_dtype
+from tests.conftest import HAS_GPU
+from tests.kernels.cases import packed
 
 LENGTH = 96
 MASKS = {
@@ -313,7 +315,7 @@ def test_five_backwards_are_bit_equal(backend: str, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_block_that_is_seen_whole_has_no_mask(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels have nothing to compare then: neither at first nor when a backend does the same again, after others too."""
-    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(call_cache, "_passed", {})
     module, given, at = blocks._module("chunked", way == "backward"), [], ([(64, 1, 32)], [(0, 1, 32)])
 
     def run(block: Block, *_: Any) -> Any:
@@ -396,8 +398,8 @@ def test_head_start_shifts_dropout(device: str) -> None:
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 def test_a_device_is_not_asked_for_values(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors have none: what runs on them waits for nobody, on a GPU either."""
-    monkeypatch.setattr("kernels.chunked.Q_CHUNK", 8)
-    monkeypatch.setattr("kernels.chunked.K_CHUNK", 8)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.Q_CHUNK", 8)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.K_CHUNK", 8)
     q, k, v = (torch.randn(2, 24, heads, 16, device="meta") for heads in (4, 2, 2))
     mask, at = Mask(causal=True, window=30, documents=torch.arange(90) // 40), [(0, 1, 12), (33, 2, 12)]
     options = dict(dropout=0.2, seed=5, softcap=3.0, backend=backend)
@@ -505,7 +507,7 @@ def test_what_passed_once_is_checked_again(device: str) -> None:
 
 def test_segments_that_can_be_read_once_are_read_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Or an empty list would be remembered for them, and for every list like them."""
-    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(call_cache, "_passed", {})
     q, k, v, dout = inputs(torch.float32, device)
     at, mask = [(0, 1, LENGTH)], Mask(causal=True)
     expected, grads = attention(q, k, v, mask, return_lse=True), [torch.zeros_like(x) for x in (q, k, v)]
@@ -518,13 +520,13 @@ def test_segments_that_can_be_read_once_are_read_once(monkeypatch: pytest.Monkey
 
 
 def test_checks_remember_no_tensors_and_not_everything(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(passed, "_passed", {})
-    monkeypatch.setattr(passed, "REMEMBERED", 3)
+    monkeypatch.setattr(call_cache, "_passed", {})
+    monkeypatch.setattr(call_cache, "REMEMBERED", 3)
     for length in range(1, 9):
         q, k, v, dout = inputs(torch.float32, device, length)
         out, lse = block_forward(q, k, v, None)
         block_backward(dout, q, k, v, lse, output_delta(dout, out), None, None, None, *(torch.zeros_like(x) for x in (q, k, v)))
-        assert 0 < len(passed._passed) <= 3
+        assert 0 < len(call_cache._passed) <= 3
     gone = [weakref.ref(x) for x in (q, k, v, dout, out, lse)]
     del q, k, v, dout, out, lse
     gc.collect()
@@ -546,7 +548,7 @@ class Shorter:
 
 def test_a_shorter_way_is_taken_for_the_same_call_only(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     backend = Shorter()
-    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(call_cache, "_passed", {})
     monkeypatch.setattr(blocks, "_module", lambda name, backward: backend)
     mask, at = Mask(causal=True), [(0, 1, LENGTH)]
 
@@ -598,7 +600,7 @@ def test_a_shorter_way_back(monkeypatch: pytest.MonkeyPatch, device: str) -> Non
     q, k, v, dout = inputs(torch.float32, device)
     out, lse = block_forward(q, k, v, None)
     delta = output_delta(dout, out)
-    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(call_cache, "_passed", {})
     monkeypatch.setattr(blocks, "_module", lambda name, backward: backend)
     for accumulate in (True, False):
         for times in range(3):

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Mask, attention, block_forward, passed
-from kernels.blocks import choose_backend
-from kernels.segments import whole
-
-from .cases import CASES
-from .dense import Case
-from .test_backends import check_case
+from ringspan import Mask, attention
+from ringspan.kernels.backends.choose import choose_backend
+from ringspan.kernels.blocks import block_forward
+from ringspan.kernels.runtime import call_cache
+from ringspan.kernels.segments import whole
+from tests.kernels.backends.test_backends import check_case
+from tests.kernels.cases import CASES
+from tests.kernels.dense import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -58,10 +59,10 @@ def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
 
 @pytest.mark.hopper
 def test_a_call_like_one_before_goes_straight_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passed, "_passed", {})
+    monkeypatch.setattr(call_cache, "_passed", {})
     q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     attention(q, k, v, Mask(causal=True), backend="hopper").backward(torch.ones_like(q))  # of sum() it would be copied first
-    assert [known.again is not None for known in passed._passed.values()] == [True, True]
+    assert [known.again is not None for known in call_cache._passed.values()] == [True, True]
 
 
 @pytest.mark.hopper
@@ -94,8 +95,8 @@ LONG = {
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", LONG)
 def test_long_against_chunked_in_fp32(name: str, backend: str, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
-    monkeypatch.setattr("kernels.chunked.Q_CHUNK", 1024)
-    monkeypatch.setattr("kernels.chunked.K_CHUNK", 2048)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.Q_CHUNK", 1024)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.K_CHUNK", 2048)
     length, width, make = LONG[name]
     mask = make(length)
     q, k, v, dout = (torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import loss as module
-from kernels.loss import linear_cross_entropy
+from ringspan.kernels import loss as module
+from ringspan.kernels.loss import linear_cross_entropy
 
 OP = torch.ops.ringspan.linear_cross_entropy.default
 PRODUCTS = ("aten::mm", "aten::addmm")

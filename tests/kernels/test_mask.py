@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from kernels import Mask, attention
-from kernels.segments import positions
-
-from .cases import CASES, packed
-from .dense import Case
+from ringspan import Mask, attention
+from ringspan.kernels.segments import positions
+from tests.kernels.cases import CASES, packed
+from tests.kernels.dense import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from .pool import Pool
+from tests.parallel.pool import Pool
 
 
 @pytest.fixture(scope="package")  # idle ranks of gloo are not idle: thirty of them take most of a core

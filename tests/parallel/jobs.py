@@ -14,22 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import Mask, attention
-from parallel import Layout, Mesh, agree, bench, context_attention, copy_engines, plan, progress, ring, ring_attention
-from parallel import groups as groups_of
-from parallel.peers import Place, Setting, contestants
-from parallel.trace import trace
-from parallel.transport import moved
-
-from ..kernels.emulator import emulate
-from . import shared_memory
-from .shared_memory import installed
-from .work import Case, compare, differences, inputs, make_mask, mesh, shard_of, shared, single
+from ringspan import Layout, Mask, Mesh, attention, context_attention, ring_attention
+from ringspan.parallel import plan, ring
+from ringspan.parallel.bench import __main__ as bench
+from ringspan.parallel.bench.baselines import BenchContext, Setting, contestants
+from ringspan.parallel.bench.timeline import trace
+from ringspan.parallel.coordination import argument_check, progress
+from ringspan.parallel.coordination import process_groups as groups_of
+from ringspan.parallel.transport import copy_engine
+from ringspan.parallel.transport.base import moved
+from tests.kernels.backends.hopper.emulator import emulate
+from tests.parallel.transport import shared_memory
+from tests.parallel.transport.shared_memory import installed
+from tests.parallel.work import RingCase, compare, differences, inputs, make_mask, mesh, shard_of, shared, single
 
 CAUSAL = dict(causal=True)
 
 
-def blocks_moved(case: Case) -> dict[str, tuple[int, int]]:
+def blocks_moved(case: RingCase) -> dict[str, tuple[int, int]]:
     """("kv", "dkv") that came to this rank in the forward, the backward, and what a checkpoint computes again."""
     given = inputs(case)
     here = mesh(case.ring, case.ulysses)
@@ -64,7 +66,7 @@ def blocks_moved(case: Case) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def compiled(case: Case) -> dict[str, float]:
+def compiled(case: RingCase) -> dict[str, float]:
     """torch.compile(fullgraph=True) of attention with something around it gives what eager gives."""
     given = inputs(case)
     here = mesh(case.ring, case.ulysses)
@@ -86,7 +88,7 @@ def compiled(case: Case) -> dict[str, float]:
     return differences(*results)
 
 
-def two_backwards(case: Case) -> dict[str, float]:
+def two_backwards(case: RingCase) -> dict[str, float]:
     """Two forwards, then their backwards in the other order, with different inputs: no buffer is stale."""
     here = mesh(case.ring, case.ulysses)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
@@ -109,14 +111,14 @@ def two_backwards(case: Case) -> dict[str, float]:
     return errors
 
 
-def bit_equal(case: Case) -> bool:
+def bit_equal(case: RingCase) -> bool:
     given = inputs(case)
     first = shared(case, given)
     again = [shared(case, given) for _ in range(4)]
     return all(torch.equal(first[name], other[name]) for other in again for name in first)
 
 
-def rms_against_one(case: Case) -> dict[str, tuple[float, float]]:
+def rms_against_one(case: RingCase) -> dict[str, tuple[float, float]]:
     """RMS error against fp64 of the ring's results, and of a single call in the same dtype."""
     given = inputs(case)
     given["dlse"].zero_()
@@ -150,7 +152,7 @@ def wrong_mesh(**sizes: int) -> None:
 def replicas() -> float:
     """Two data replicas with different sequences, each over its own ring."""
     here = mesh(2, 1, 2)
-    case = Case("replicas", ring=2, length=21, mask=CAUSAL)
+    case = RingCase("replicas", ring=2, length=21, mask=CAUSAL)
     given = inputs(case, seed=here.data_rank)
     layout, rank = here.layout("zigzag", 21), here.context_rank
     q, k, v = (layout.shard(given[name], 1, rank) for name in "qkv")
@@ -217,7 +219,7 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
     x, stats = q.nbytes, 4 * tokens * heads  # one tensor in bf16; lse or delta
     shown = 0
     if transport == "copy":
-        from parallel.copy_engines import bytes_shown
+        from ringspan.parallel.transport.copy_engine import bytes_shown
 
         shown = bytes_shown()
     found = {name: value + shown for name, value in found.items()}
@@ -228,7 +230,7 @@ def peak_memory(tokens: int, transport: str) -> tuple[dict[str, int], dict[str, 
     return found, {"forward": forward, "backward": backward}
 
 
-def gpu_compare(case: Case) -> dict[str, float]:
+def gpu_compare(case: RingCase) -> dict[str, float]:
     """The largest difference to a single GPU, relative to the largest value."""
     given = inputs(case)
     expected = shard_of(case, single(case, given))
@@ -260,7 +262,7 @@ def traced(path: str, setting: Setting, name: str, device: str = "cpu") -> tuple
     ranks = dist.get_world_size()
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    place = Place(where, dtype, ranks, mesh(ranks), mesh(1, ranks), "auto")
+    place = BenchContext(where, dtype, ranks, mesh(ranks), mesh(1, ranks), "auto")
     spans = trace(contestants()[name].make, setting, place, Path(path), "a ring")
     assert all(0 <= start <= end for its in spans for _, start, end in its)
     moving = hidden = 0.0
@@ -279,19 +281,19 @@ def traced(path: str, setting: Setting, name: str, device: str = "cpu") -> tuple
     return counts, hidden / moving
 
 
-def over_hopper(job: Callable[[Case], Any], case: Case) -> Any:
+def over_hopper(job: Callable[[RingCase], Any], case: RingCase) -> Any:
     """A job over the Hopper kernels' source, and over what stands here for a GPU's copy engines."""
     with pytest.MonkeyPatch.context() as patch, installed():
         emulate(patch, seed=1000 * dist.get_rank())
         return job(case)
 
 
-def compare_copying(case: Case) -> dict[str, float]:
+def compare_copying(case: RingCase) -> dict[str, float]:
     with installed():
         return compare(case)
 
 
-def copy_in_haste(case: Case) -> float:
+def copy_in_haste(case: RingCase) -> float:
     """Calls in a row with different inputs, where one rank is slow to copy: what it brings, and what it takes home."""
     here = mesh(case.ring)
     layout, rank, worst = here.layout(case.kind, case.length), here.context_rank, 0.0
@@ -308,7 +310,7 @@ def copy_in_haste(case: Case) -> float:
     return worst
 
 
-def copy_after_an_error(case: Case) -> float:
+def copy_after_an_error(case: RingCase) -> float:
     """Calls that end with an error on every rank, a forward and a backward, and then others."""
     given, worst = inputs(case, 0), 0.0
 
@@ -326,24 +328,24 @@ def copy_after_an_error(case: Case) -> float:
             for seed in (1, 2):
                 given = inputs(case, seed)
                 worst = max(worst, *differences(shared(case, given), shard_of(case, single(case, given))).values())
-    assert not copy_engines._set_aside  # what the calls with errors left has been given back
+    assert not copy_engine._set_aside  # what the calls with errors left has been given back
     return worst
 
 
-def waits(case: Case) -> dict[str, dict[int, list[int]]]:
+def waits(case: RingCase) -> dict[str, dict[int, list[int]]]:
     """For how many others a forward and a backward wait, wait by wait, by what for."""
     here = mesh(case.ring)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
     q, k, v = (layout.shard(inputs(case)[name], 1, rank).requires_grad_() for name in "qkv")
     counts: dict[str, dict[int, list[int]]] = {}
-    wait = shared_memory.Signals.wait
+    wait = shared_memory.GpuSignals.wait
 
     def counting(signals: Any, what: int, count: int, ranks: tuple[int, ...]) -> None:
         counts.setdefault(now, {}).setdefault(what, []).append(len(ranks))
         wait(signals, what, count, ranks)
 
     with case.installed(), installed():
-        shared_memory.Signals.wait = counting
+        shared_memory.GpuSignals.wait = counting
         try:
             for _ in range(2):  # the second has somebody to wait for
                 counts.clear()
@@ -353,21 +355,21 @@ def waits(case: Case) -> dict[str, dict[int, list[int]]]:
                 now = "backward"
                 out.sum().backward()
         finally:
-            shared_memory.Signals.wait = wait
+            shared_memory.GpuSignals.wait = wait
     return counts
 
 
 def comparisons(calls: int, step: int | None, first: int = 1) -> int:
     """How often ranks met to compare in that many calls, in a process that began with the training step `first`."""
     met = 0
-    exchange = agree._exchange
+    exchange = argument_check._exchange
 
     def counting(*args: Any) -> Any:
         nonlocal met
         met += 1
         return exchange(*args)
 
-    agree._exchange = counting
+    argument_check._exchange = counting
     if step is not None:
         progress._first_step = None
         progress.at(step=first)
@@ -376,7 +378,7 @@ def comparisons(calls: int, step: int | None, first: int = 1) -> int:
         for _ in range(calls):
             attend()
     finally:
-        agree._exchange = exchange
+        argument_check._exchange = exchange
     return met
 
 

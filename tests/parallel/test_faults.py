@@ -8,10 +8,9 @@ import time
 import pytest
 import torch
 
-from kernels import Mask
-
-from . import jobs
-from .pool import Failed, Pool
+from ringspan import Mask
+from tests.parallel import jobs
+from tests.parallel.pool import Failed, Pool
 
 
 @pytest.fixture(scope="module")

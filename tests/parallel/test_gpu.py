@@ -14,19 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import ring
-from parallel.peers import Setting
-from parallel.transport import COPIED
-
-from . import jobs, work
-from .pool import Failed, Pool
-from .work import Case
+from ringspan.parallel import ring
+from ringspan.parallel.bench.baselines import Setting
+from ringspan.parallel.transport.select import COPIED
+from tests.parallel import jobs, work
+from tests.parallel.pool import Failed, Pool
+from tests.parallel.work import RingCase
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["p2p", "all_gather", "copy", "copy_all"]
 CAUSAL = dict(causal=True)
 DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2] * 2300)
-BF16 = Case(
+BF16 = RingCase(
     "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
 )
 FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32, long=ring.LONG)
@@ -69,7 +68,7 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     ],
     ids=lambda case: case.name,
 )
-def test_bf16_loses_nothing(case: Case, transport: str, ring: int, ulysses: int, gpus) -> None:
+def test_bf16_loses_nothing(case: RingCase, transport: str, ring: int, ulysses: int, gpus) -> None:
     """RMS error of out, dq, dk, dv ≤ 1.05 × the single GPU's (DESIGN: the ring rule)."""
     if case.kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
@@ -92,7 +91,7 @@ def test_bf16_loses_nothing(case: Case, transport: str, ring: int, ulysses: int,
     ],
     ids=lambda case: case.name,
 )
-def test_equals_a_single_gpu(case: Case, transport: str, ring: int, ulysses: int, gpus) -> None:
+def test_equals_a_single_gpu(case: RingCase, transport: str, ring: int, ulysses: int, gpus) -> None:
     """In fp32 a different dropout pattern, or one row in the wrong place, would be a difference of about 1."""
     case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
     for errors in gpus(ring * ulysses, transport)(jobs.gpu_compare, case, patience=600):
@@ -109,7 +108,7 @@ def test_five_runs_are_bit_equal(transport: str, ranks: int, gpus) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case, allowed", [(FP32, 1e-4), (BF16, 0.05)], ids=["fp32", "bf16"])
-def test_two_backwards_in_a_row(case: Case, allowed: float, transport: str, ranks: int, gpus) -> None:
+def test_two_backwards_in_a_row(case: RingCase, allowed: float, transport: str, ranks: int, gpus) -> None:
     for errors in gpus(ranks, transport)(jobs.two_backwards, replace(case, ring=ranks, transport=transport), patience=600):
         assert max(errors.values()) <= allowed, errors
 

@@ -6,13 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import Mask
-from kernels.segments import ascending_runs, check_segments, num_rows, positions
-from parallel import Layout
-from parallel.layout import KINDS, cut
-from parallel.plan import GRAIN, make_plan
-from parallel.runs import around, union, without
-from parallel.transport import PART_BYTES, SHORT, blocks_per_step
+from ringspan import Layout, Mask
+from ringspan.kernels.segments import ascending_runs, check_segments, num_rows, positions
+from ringspan.parallel.layout import KINDS, cut
+from ringspan.parallel.plan import GRAIN, make_plan
+from ringspan.parallel.row_ranges import around, union, without
+from ringspan.parallel.transport.select import PART_BYTES, SHORT, blocks_per_step
 
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [

@@ -6,11 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from kernels import Mask, attention
-from parallel import Layout, Mesh, context_attention, ring_attention
-
-from . import jobs
-from .pool import Failed
+from ringspan import Layout, Mask, Mesh, attention, context_attention, ring_attention
+from tests.parallel import jobs
+from tests.parallel.pool import Failed
 
 
 def test_ulysses_is_innermost_then_the_ring(pools) -> None:

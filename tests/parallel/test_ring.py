@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import Mask
-from parallel import Layout, homeward, ring, transport
-from parallel.beside import Beside, Transfer
-from parallel.homeward import Arrival, Homeward
-from parallel.mover import Alone
-from parallel.packed import in_one_piece, unpack
-from parallel.plan import Piece, Plan, make_plan
-from parallel.ring import halves
-from parallel.signals import BROUGHT, FREE, GIVEN, TAKEN
-
-from . import jobs, work
-from .work import Case
+from ringspan import Layout, Mask
+from ringspan.parallel import gradient_return, ring
+from ringspan.parallel.gradient_return import Arrival, GradientReturn
+from ringspan.parallel.plan import Piece, Plan, make_plan
+from ringspan.parallel.ring import halves
+from ringspan.parallel.streams import SideStream, Transfer
+from ringspan.parallel.transport import select
+from ringspan.parallel.transport.base import SingleRankTransport
+from ringspan.parallel.transport.buffers import in_one_piece, unpack
+from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE
+from tests.parallel import jobs, work
+from tests.parallel.work import RingCase
 
 MESHES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 2), (2, 4)]
 EXACT = 1e-12
@@ -30,7 +30,7 @@ def packed(*lengths: int) -> list[int]:
     return [i if n > 0 else -1 for i, n in enumerate(lengths) for _ in range(abs(n))]
 
 
-def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
+def cases(kind: str, ring: int, ulysses: int) -> list[RingCase]:
     """Every mask; heads, lengths, transports and options differ from one to the next."""
     heads = 12 if ulysses == 3 else 8
     mha, gqa, mqa = (heads, heads), (heads, heads // 2), (heads, 1)
@@ -38,32 +38,34 @@ def cases(kind: str, ring: int, ulysses: int) -> list[Case]:
     borders = packed(*(min(n, 37 - start) for start in range(0, 37, n)))  # every shard its own document, if contiguous
     everything = dict(softcap=3.0, dropout=0.3, seed=2**40 + 5)
     plain = [
-        Case("full", length=37, heads=gqa, batch=2),
-        Case("causal", length=37, heads=mha, mask=dict(causal=True)),
-        Case("causal", length=64, heads=mqa, mask=dict(causal=True), transport="all_gather"),
-        Case("causal", length=1, heads=gqa, mask=dict(causal=True), sinks=True),
-        Case("causal-parts", length=41, heads=mha, mask=dict(causal=True), part_bytes=0, widths=(16, 24)),
-        Case("full-all", length=43, heads=gqa, transport="all_gather", sinks=True, options=everything, batch=2),
-        Case("window", heads=gqa, mask=dict(causal=True, window=6)),
-        Case("window-wide", length=50, heads=mqa, mask=dict(causal=True, window=29), sinks=True),
-        Case("window-both", heads=mha, mask=dict(window=(3, 7)), transport="all_gather"),
-        Case("window-both", length=53, heads=mqa, mask=dict(window=9)),
-        Case("documents-across", heads=gqa, mask=dict(causal=True, documents=packed(5, 1, 17, 14)), options=everything),
-        Case("documents-at-borders", heads=mqa, mask=dict(causal=True, documents=borders), batch=2, sinks=True),
-        Case("documents-full", heads=mha, mask=dict(documents=packed(11, 26)), transport="all_gather"),
-        Case("documents-batch", heads=gqa, batch=2, mask=dict(documents=[packed(20, 17), packed(-9, 28)], causal=True)),
-        Case("empty-rank", heads=gqa, mask=dict(causal=True, documents=packed(-min(n, 36), max(37 - n, 1))), sinks=True),
-        Case("empty-tail", heads=mqa, mask=dict(documents=packed(max(37 - n, 1), -min(n, 36))), transport="all_gather"),
-        Case("all-padding", heads=gqa, mask=dict(causal=True, documents=packed(-37)), sinks=True),
-        Case("prefix", heads=mqa, mask=dict(causal=True, prefix=15), options=everything),
-        Case("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
-        Case("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
+        RingCase("full", length=37, heads=gqa, batch=2),
+        RingCase("causal", length=37, heads=mha, mask=dict(causal=True)),
+        RingCase("causal", length=64, heads=mqa, mask=dict(causal=True), transport="all_gather"),
+        RingCase("causal", length=1, heads=gqa, mask=dict(causal=True), sinks=True),
+        RingCase("causal-parts", length=41, heads=mha, mask=dict(causal=True), part_bytes=0, widths=(16, 24)),
+        RingCase("full-all", length=43, heads=gqa, transport="all_gather", sinks=True, options=everything, batch=2),
+        RingCase("window", heads=gqa, mask=dict(causal=True, window=6)),
+        RingCase("window-wide", length=50, heads=mqa, mask=dict(causal=True, window=29), sinks=True),
+        RingCase("window-both", heads=mha, mask=dict(window=(3, 7)), transport="all_gather"),
+        RingCase("window-both", length=53, heads=mqa, mask=dict(window=9)),
+        RingCase("documents-across", heads=gqa, mask=dict(causal=True, documents=packed(5, 1, 17, 14)), options=everything),
+        RingCase("documents-at-borders", heads=mqa, mask=dict(causal=True, documents=borders), batch=2, sinks=True),
+        RingCase("documents-full", heads=mha, mask=dict(documents=packed(11, 26)), transport="all_gather"),
+        RingCase("documents-batch", heads=gqa, batch=2, mask=dict(documents=[packed(20, 17), packed(-9, 28)], causal=True)),
+        RingCase("empty-rank", heads=gqa, mask=dict(causal=True, documents=packed(-min(n, 36), max(37 - n, 1))), sinks=True),
+        RingCase("empty-tail", heads=mqa, mask=dict(documents=packed(max(37 - n, 1), -min(n, 36))), transport="all_gather"),
+        RingCase("all-padding", heads=gqa, mask=dict(causal=True, documents=packed(-37)), sinks=True),
+        RingCase("prefix", heads=mqa, mask=dict(causal=True, prefix=15), options=everything),
+        RingCase("prefix-batch", heads=gqa, batch=2, mask=dict(causal=True, prefix=[3, 30])),
+        RingCase("chunked", length=61, heads=gqa, mask=dict(causal=True), backend="chunked", options=everything, batch=2),
     ]
     if ring in (2, 3) and kind != "striped":  # most of the own block goes apart from what others' blocks concern
         length = 132 * ring - 3
         plain += [
-            Case("window-narrow", length=length, heads=gqa, mask=dict(causal=True, window=6), sinks=True),
-            Case("window-narrow-both", length=length, heads=mqa, mask=dict(window=(3, 4)), options=everything, widths=(16, 24)),
+            RingCase("window-narrow", length=length, heads=gqa, mask=dict(causal=True, window=6), sinks=True),
+            RingCase(
+                "window-narrow-both", length=length, heads=mqa, mask=dict(window=(3, 4)), options=everything, widths=(16, 24)
+            ),
         ]
     return [replace(case, kind=kind, ring=ring, ulysses=ulysses) for case in plain]
 
@@ -99,27 +101,27 @@ def test_copy_engines_equal_the_reference(kind: str, ring: int, ulysses: int, tr
 
 @pytest.mark.parametrize("transport", ["copy", "copy_all"])
 def test_copies_of_ranks_that_are_ahead(transport: str, pools) -> None:
-    case = Case("haste", ring=4, transport=transport, mask=dict(causal=True))
+    case = RingCase("haste", ring=4, transport=transport, mask=dict(causal=True))
     assert max(pools(4)(jobs.copy_in_haste, case)) <= EXACT
 
 
 @pytest.mark.parametrize("transport", ["copy", "copy_all"])
 def test_copies_go_on_after_an_error(transport: str, pools) -> None:
-    case = Case("error", ring=4, transport=transport, mask=dict(causal=True))
+    case = RingCase("error", ring=4, transport=transport, mask=dict(causal=True))
     assert max(pools(4)(jobs.copy_after_an_error, case)) <= EXACT
 
 
 def test_a_step_waits_for_those_it_concerns_alone(pools) -> None:
     """For its owners' rows, and for each reader's free place by itself; gradients likewise."""
-    for counts in pools(4)(jobs.waits, Case("waits", ring=4, transport="copy", mask=dict(causal=True))):
-        assert counts["forward"] == {FREE: [1, 1, 1], BROUGHT: [1, 2]}
-        assert counts["backward"] == {FREE: [1, 1, 1], BROUGHT: [2, 1], TAKEN: [2, 1], GIVEN: [2, 1]}
-    window = Case("window", ring=4, kind="contiguous", transport="copy", mask=dict(causal=True, window=2))
+    for counts in pools(4)(jobs.waits, RingCase("waits", ring=4, transport="copy", mask=dict(causal=True))):
+        assert counts["forward"] == {SLOT_FREE: [1, 1, 1], KV_WRITTEN: [1, 2]}
+        assert counts["backward"] == {SLOT_FREE: [1, 1, 1], KV_WRITTEN: [2, 1], GRADS_READ: [2, 1], GRADS_READY: [2, 1]}
+    window = RingCase("window", ring=4, kind="contiguous", transport="copy", mask=dict(causal=True, window=2))
     for rank, counts in enumerate(pools(4)(jobs.waits, window)):
         owners, readers = [int(rank > 0)], [int(rank < 3)]
-        free = {FREE: [1]} if rank < 3 else {}
-        assert counts["forward"] == free | {BROUGHT: owners}
-        assert counts["backward"] == free | {BROUGHT: owners, TAKEN: owners, GIVEN: readers}
+        free = {SLOT_FREE: [1]} if rank < 3 else {}
+        assert counts["forward"] == free | {KV_WRITTEN: owners}
+        assert counts["backward"] == free | {KV_WRITTEN: owners, GRADS_READ: owners, GRADS_READY: readers}
 
 
 @pytest.mark.parametrize("width, begin, large", [(16, 0, True), (24, 0, True), (20, 0, False), (16, 2, False)])
@@ -134,7 +136,7 @@ def test_heads_are_copied_in_large_numbers(width: int, begin: int, large: bool, 
     assert piece.is_contiguous() and torch.equal(piece, heads) and in_one_piece(piece) is piece
 
 
-class Returns(Alone):
+class Returns(SingleRankTransport):
     """What other ranks return."""
 
     def give(self, index: int, which: int, part: torch.Tensor, into: torch.Tensor) -> Transfer:
@@ -172,7 +174,7 @@ def test_what_comes_home_is_added_to_what_a_kernel_made(
     expected[last[1], :, last[0]] = 0
     expected[its[1], :, its[0]] = right
     gives = [[Piece(0, at, 0) for at in its] for its in places]
-    home = Homeward(
+    home = GradientReturn(
         Returns(Plan([], gives, 0, [], slice(0, 0), [], [])), mine, [slice(0, 8)], free, last, parts, width, "reference"
     )
     arrived = home._arrived
@@ -210,7 +212,7 @@ class Given:
         self.priorities: dict[str, int] = {}
         given = self
 
-        class Named(Beside):
+        class Named(SideStream):
             def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
                 super().__init__(device, use, priority)
                 self.use = use
@@ -231,8 +233,8 @@ class Given:
 
                 return wait if "kernels" in self.use else super().done()
 
-        for module in (ring, homeward):
-            monkeypatch.setattr(module, "Beside", Named)
+        for module in (ring, gradient_return):
+            monkeypatch.setattr(module, "SideStream", Named)
 
     def kernel(self) -> None:
         self.kernels.append((self.stream, len(self.kernels) - self.ended))
@@ -260,11 +262,11 @@ def test_when_a_backward_gives_kernels(
 
     monkeypatch.setattr(ring, "adds_in_memory", lambda *_, **__: in_memory)
     monkeypatch.setattr(ring, "block_backward", kernel)
-    monkeypatch.setattr(transport, "PART_BYTES", part_bytes)
-    mover = Alone(plan)
-    mover.needs_sms = needs_sms
+    monkeypatch.setattr(select, "PART_BYTES", part_bytes)
+    transport = SingleRankTransport(plan)
+    transport.needs_sms = needs_sms
     q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
-    ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), mover, 0, backend="reference")
+    ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), transport, 0, backend="reference")
     parts, heads = (1, 4) if part_bytes else (4, 1)
     assert what == [(True, 2), *[(False, heads)] * parts * steps, (True, 2)]
     if in_memory and not needs_sms:
@@ -301,10 +303,10 @@ def test_when_a_forward_gives_kernels(in_two: bool, changes: dict[str, int], mon
 
     monkeypatch.setattr(ring, "block_forward", kernel)
     monkeypatch.setattr(ring, "LONG", how["long"])
-    mover = Alone(plan)
-    mover.needs_sms = bool(how["needs_sms"])
+    transport = SingleRankTransport(plan)
+    transport.needs_sms = bool(how["needs_sms"])
     q, k = torch.zeros(1, 8, 2 * how["kv_heads"], 16), torch.zeros(1, 8, how["kv_heads"], 16)
-    ring.ring_forward(q, k, k, Mask(causal=True), mover, None, 0, backend="reference")
+    ring.ring_forward(q, k, k, Mask(causal=True), transport, None, 0, backend="reference")
     if in_two:
         assert heads == [2, 4] * 4
         assert given.kernels == [("kernels", 0), ("more kernels", 1), *[("kernels", 2), ("more kernels", 3)] * 3]

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import torch
 
-from parallel import progress
+from ringspan.parallel.coordination import progress
 
 what, end = sys.argv[1], "end" in sys.argv
 
 
-class Event:
+class WatchedEvent:
     def __init__(self) -> None:
         self.looks = 0
 
@@ -26,7 +26,7 @@ class Event:
 torch.cuda = SimpleNamespace(  # type: ignore[assignment]
     current_device=lambda: 0, set_device=lambda _: None, is_current_stream_capturing=lambda: False
 )
-progress.current_stream = lambda _: SimpleNamespace(record_event=Event)  # type: ignore[assignment, return-value]
+progress.current_stream = lambda _: SimpleNamespace(record_event=WatchedEvent)  # type: ignore[assignment, return-value]
 progress.at(step=7)
 progress.enter("ring backward")
 limit = 2 if what == "is slow" else 1

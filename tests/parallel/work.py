@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels import Mask, attention
-from parallel import Mesh, context_attention, ring, transport
+from ringspan import Mask, Mesh, attention, context_attention
+from ringspan.parallel import ring
+from ringspan.parallel.transport import select
 
 
 @dataclass(frozen=True)
-class Case:
+class RingCase:
     """A sequence, what is asked of it, and how ranks share it."""
 
     name: str
@@ -43,7 +44,7 @@ class Case:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """What no argument says."""
-        with patch.object(transport, "PART_BYTES", self.part_bytes), patch.object(ring, "LONG", self.long):
+        with patch.object(select, "PART_BYTES", self.part_bytes), patch.object(ring, "LONG", self.long):
             yield
 
 
@@ -57,7 +58,7 @@ def make_mask(given: dict[str, Any], device: str = "cpu") -> Mask:
     return Mask(**given | tensors)
 
 
-def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
+def inputs(case: RingCase, seed: int = 0) -> dict[str, Tensor]:
     """The whole sequence, alike on every rank."""
     generator = torch.Generator().manual_seed(seed)
     (heads, kv_heads), (width, v_width) = case.heads, case.widths
@@ -73,7 +74,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     return {name: x.to(case.device) for name, x in made.items()}
 
 
-def single(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def single(case: RingCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """out, lse and all gradients on one device."""
     leaves = {name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
     q, k, v = (leaves[name] for name in "qkv")
@@ -83,7 +84,7 @@ def single(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def shared(case: Case, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[str, Tensor]:
+def shared(case: RingCase, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[str, Tensor]:
     """The same from this rank's shards; its own part of the sinks' gradient is summed over the ranks."""
     here = mesh(case.ring, case.ulysses)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
@@ -105,7 +106,7 @@ def shared(case: Case, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[s
     return result
 
 
-def shard_of(case: Case, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+def shard_of(case: RingCase, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank should have; rows of padding are 0, and -inf in lse."""
     here = mesh(case.ring, case.ulysses)
     layout, rank = here.layout(case.kind, case.length), here.context_rank
@@ -120,13 +121,13 @@ def shard_of(case: Case, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return part
 
 
-def compare(case: Case) -> dict[str, float]:
+def compare(case: RingCase) -> dict[str, float]:
     """The largest difference of each result; NaN is infinite, and so is an infinity in the wrong place."""
     given = inputs(case)
     return differences(shared(case, given), shard_of(case, single(case, given)))
 
 
-def compare_on_device(case: Case) -> dict[str, float]:
+def compare_on_device(case: RingCase) -> dict[str, float]:
     """The same with documents that only the device knows."""
     given = inputs(case)
     return differences(shared(case, given, mask_on=case.device), shard_of(case, single(case, given)))

@@ -97,8 +97,9 @@ def train(options: list[str], hook: Callable[..., None] | None = None, *args: An
 
 
 def train_plain(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
-    from trainer import compose, loop
-    from trainer.run import Run
+    from ringspan.trainer import loop
+    from ringspan.trainer.config import compose
+    from ringspan.trainer.run import Run
 
     run = Run(compose.load(options))
     if hook is not None:
@@ -109,9 +110,9 @@ def train_plain(options: list[str], hook: Callable[..., None] | None = None, *ar
 
 
 def train_in_a_mebibyte(options: list[str]) -> None:
-    from trainer import inspection
+    from ringspan.trainer.monitoring import profiling
 
-    inspection.memory_of_a_rank = lambda device: 2**20
+    profiling.memory_of_a_rank = lambda device: 2**20
     train(options)
 
 
@@ -132,7 +133,7 @@ def poison(run: Any, steps: list[int]) -> None:
     backward = run.engine.backward
 
     def poisoned(loss: Any, labels: float) -> None:
-        bad = run.position.step + 1 in steps and run.ranks.rank == run.ranks.world - 1
+        bad = run.position.step + 1 in steps and run.distributed.rank == run.distributed.world - 1
         backward(loss * float("nan") if bad else loss, labels)
 
     run.engine.backward = poisoned
@@ -144,7 +145,7 @@ def send(run: Any, number: int, step: int) -> None:
 
     def then_signal(at: int, *rest: Any) -> None:
         report(at, *rest)
-        if at == step and run.ranks.rank == run.ranks.world - 1:
+        if at == step and run.distributed.rank == run.distributed.world - 1:
             os.kill(os.getpid(), number)
 
     run.report = then_signal
@@ -152,7 +153,7 @@ def send(run: Any, number: int, step: int) -> None:
 
 def local_attention(run: Any) -> None:
     """The ring broken on purpose: each rank sees only the keys that it has itself."""
-    from kernels import Mask, attention
+    from ringspan import Mask, attention
 
     def alone(q: Any, k: Any, v: Any, mask: Mask, **options: Any) -> Any:
         return attention(q, k, v, mask=Mask(causal=True))
@@ -182,18 +183,19 @@ class FakeEngine:
 
 def save_fake(folder: str, steps: list[int], keep_last: int = 5, die_at: str = "", die_rank: int = 0) -> None:
     """Saves these steps; with `die_at`, this rank is killed at that point of the last save."""
-    from trainer import checkpoint, config, rules
-    from trainer.ranks import Ranks
+    from ringspan.trainer.checkpoint import checkpoint
+    from ringspan.trainer.config import schema, validate
+    from ringspan.trainer.distributed import DistributedContext
 
-    options = config.Config()
+    options = schema.Config()
     options.parallel.device, options.parallel.timeout = "cpu", 30.0
-    ranks = Ranks(options)
-    assert rules.mesh_of(options, ranks.world)[1] == ranks.world
+    ranks = DistributedContext(options)
+    assert validate.mesh_of(options, ranks.world)[1] == ranks.world
     for step in steps:
         if step == steps[-1] and die_at and ranks.rank == die_rank:
             plant_death(die_at)
         engine: Any = FakeEngine(float(step))
-        keep = config.Checkpoint(keep_last=keep_last)
+        keep = schema.Checkpoint(keep_last=keep_last)
         problem = checkpoint.save(Path(folder), engine, checkpoint.Position(step=step), {}, ranks, keep)
         (Path(folder) / f"problem-{step}-{ranks.rank}").write_text(problem)
     ranks.close()

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from parallel import Layout
-from trainer import evaluate as module
-from trainer import tokenizer
-from trainer.config import Config, Data, Evaluate, Model, Source, Tokenizer
-from trainer.data import Dataset
-from trainer.evaluate import Table, bar, evaluate, position_edges
-from trainer.model import GPT
+from ringspan import Layout
+from ringspan.trainer import evaluate as module
+from ringspan.trainer.config.schema import Config, Data, Evaluate, Model, Source, TokenizerOptions
+from ringspan.trainer.data import tokenizer
+from ringspan.trainer.data.dataset import Dataset
+from ringspan.trainer.evaluate import Table, bar, evaluate, position_edges
+from ringspan.trainer.model import GPT
 
 LENGTH = 512
-BYTES = tokenizer.load(Tokenizer())
+BYTES = tokenizer.load(TokenizerOptions())
 
 
 @pytest.fixture
@@ -167,4 +167,4 @@ def test_as_a_command_it_says_how_to_evaluate(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("trainer.evaluate", run_name="__main__")
     captured = capsys.readouterr()
-    assert stop.value.code == 2 and not captured.out and "python -m launch name=" in captured.err
+    assert stop.value.code == 2 and not captured.out and "ringspan launch name=" in captured.err

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import generate as generating
-from trainer import restore, safetensors, weights
-from trainer.config import USUAL_TOKENS, Model, Rope, Tokenizer
-from trainer.export import main as export_main
-from trainer.generate import draw, fitting, generate, main, write
-from trainer.model import GPT
-from trainer.tokenizer import Bytes
+from ringspan.trainer import generate as generating
+from ringspan.trainer.checkpoint import huggingface, load_model, safetensors
+from ringspan.trainer.config.schema import USUAL_TOKENS, Model, Rope, TokenizerOptions
+from ringspan.trainer.data.tokenizer import Bytes
+from ringspan.trainer.export import main as export_main
+from ringspan.trainer.generate import draw, fitting, generate, main, write
+from ringspan.trainer.model import GPT
 
 SHAPE = Model(vocabulary=320, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, init_std=0.3)
 GPT2 = dict(norm="layernorm", positions="learned", max_positions=64, activation="gelu", bias=True, kv_heads=4)
@@ -78,10 +78,10 @@ def test_draws_follow_top_k_top_p_and_temperature() -> None:
 
     def shares(**options) -> list[float]:
         options = dict(temperature=1.0, top_k=0, top_p=1.0) | options
-        drawn = torch.tensor([draw(weights.log(), generator=generator, **options) for _ in range(4000)])
+        drawn = torch.tensor([draw(huggingface.log(), generator=generator, **options) for _ in range(4000)])
         return (torch.bincount(drawn, minlength=4) / 4000).tolist()
 
-    assert shares() == pytest.approx(weights.tolist(), abs=0.03)
+    assert shares() == pytest.approx(huggingface.tolist(), abs=0.03)
     assert shares(top_k=2) == pytest.approx([0, 0.625, 0.375, 0], abs=0.03)
     assert shares(top_p=0.7) == pytest.approx([0, 0.625, 0.375, 0], abs=0.03)
     assert shares(top_p=0.4) == [0, 1, 0, 0] == shares(temperature=0.0) == shares(top_k=1)
@@ -105,12 +105,12 @@ def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
         generate(**(dict(model=model, prompt=PROMPT, num_tokens=4) | options))
 
 
-def save(folder: Path, model: GPT, options: Tokenizer | None = None, step: int = 12, **more: bool) -> Path:
+def save(folder: Path, model: GPT, options: TokenizerOptions | None = None, step: int = 12, **more: bool) -> Path:
     """A run's folder as the trainer writes it, with what generation reads of it."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     safetensors.write(path / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
-    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(options or Tokenizer()), length=128)
+    described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(options or TokenizerOptions()), length=128)
     (path / "state.json").write_text(json.dumps(dict(model=described | more)))
     (path / "manifest.json").write_text("{}")
     return path
@@ -123,14 +123,14 @@ def test_a_model_comes_back_from_its_checkpoint(tmp_path: Path, changes: dict) -
     (tmp_path / "checkpoints" / "step-00000090.tmp").mkdir()  # still being written
     (tmp_path / "checkpoints" / "step-00000080").mkdir()  # without a manifest
     for path in (tmp_path, tmp_path / "checkpoints", step):
-        restored = restore.Restored(str(path))
+        restored = load_model.Restored(str(path))
         assert restored.folder == step and restored.length == 128
     again = restored.build(torch.device("cpu"), torch.float32)
     assert (again.head.weight is again.embedding.weight) == model.config.tied
     tokens = torch.tensor([PROMPT])
     assert torch.equal(again.logits(tokens, torch.arange(5)[None]), model.logits(tokens, torch.arange(5)[None]))
     with pytest.raises(ValueError, match=r"checkpoint='nowhere' is no checkpoint"):
-        restore.find("nowhere")
+        load_model.find("nowhere")
 
 
 def test_the_command_prints_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,16 +166,16 @@ def test_the_command_prints_several_texts_one_after_another(tmp_path: Path, caps
 def test_a_prompt_begins_as_documents_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Begun(Bytes):
+    class BytesWithBegin(Bytes):
         size, begin = 258, (257,)
 
-    monkeypatch.setattr(restore.Restored, "tokenizer", lambda self: Begun())
+    monkeypatch.setattr(load_model.Restored, "tokenizer", lambda self: BytesWithBegin())
     model = GPT(SHAPE)
     save(tmp_path, model)
     for prompt in ("def f", ""):
         main([f"checkpoint={tmp_path}", f"prompt={prompt}", "tokens=20", "temperature=0", "device=cpu", "ignore_end=true"])
         ids = generate(model, [257, *prompt.encode()], 20, temperature=0, size=258)
-        assert capsys.readouterr().out == Begun().decode([*prompt.encode(), *ids]) + "\n"
+        assert capsys.readouterr().out == BytesWithBegin().decode([*prompt.encode(), *ids]) + "\n"
 
 
 def test_a_prompt_comes_from_a_file(
@@ -205,17 +205,17 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     save(tmp_path, model)
     export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}", "dtype=fp32"])
     assert "AutoModelForCausalLM" in capsys.readouterr().out
-    family, shape, rope = weights.read_config(tmp_path / "hf")
+    family, shape, rope = huggingface.read_config(tmp_path / "hf")
     assert (family, rope.base) == ("llama", 500.0)
-    read = weights.values(tmp_path / "hf", shape, rope)
+    read = huggingface.values(tmp_path / "hf", shape, rope)
     for name, weight in model.named_parameters():
         assert torch.equal(read(name, "weight", 0, weight.numel()), weight.detach().flatten())
 
 
 def test_an_export_takes_the_tokenizer_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").write_text("its rules")
-    save(tmp_path, GPT(SHAPE), Tokenizer("hf", str(tmp_path)))
-    monkeypatch.setattr(restore.Restored, "tokenizer", lambda self: Bytes())  # the library that reads it need not be here
+    save(tmp_path, GPT(SHAPE), TokenizerOptions("hf", str(tmp_path)))
+    monkeypatch.setattr(load_model.Restored, "tokenizer", lambda self: Bytes())  # the library that reads it need not be here
     export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "its rules"
 

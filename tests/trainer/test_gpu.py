@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .jobs import ROOT
-from .test_resume import lines
+from tests.trainer.checkpoint.test_resume import lines
+from tests.trainer.jobs import ROOT
 
 pytestmark = pytest.mark.gpu
 TOY = [
@@ -27,7 +27,15 @@ def losses(folder: Path, gpus: int, *options: str) -> list[float]:
     """Of a run under torchrun."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs, here are {torch.cuda.device_count()}")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "trainer.train"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={gpus}",
+        "-m",
+        "ringspan.trainer.train",
+    ]
     given = [*TOY, f"runs={folder}", "name=run", *options]
     clean = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run([*start, *given], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=600)

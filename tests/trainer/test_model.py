@@ -8,11 +8,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
-import kernels
-from kernels import Mask
-from trainer.config import Model, Rope
-from trainer.cost import parameters
-from trainer.model import CHUNK, GPT, frequencies, fresh
+from ringspan import Mask, attention
+from ringspan.trainer.config.schema import Model, Rope
+from ringspan.trainer.model import CHUNK, GPT, frequencies, fresh
+from ringspan.trainer.planning.flops import parameters
 
 LENGTHS = [7, 1, 300, 24]  # 300 is more than a chunk of queries
 SHAPE = Model(vocabulary=31, layers=2, dim=24, heads=4, kv_heads=2, mlp_dim=40, head_dim=16)
@@ -27,7 +26,7 @@ VARIANTS = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def build(attention=kernels.attention, device="cpu", rope: Rope | None = None, **changes) -> GPT:
+def build(attention=attention, device="cpu", rope: Rope | None = None, **changes) -> GPT:
     gpt = GPT(dataclasses.replace(SHAPE, **changes), rope, attention).to(device, torch.float64)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():  # fresh norms, biases and sinks are all alike, and 0.02 is too small to see much
@@ -111,7 +110,7 @@ def test_windows_come_in_any_pattern() -> None:
 
     def attention(q, k, v, **options):
         calls.append(options["mask"].window)
-        return kernels.attention(q, k, v, **options)
+        return attention(q, k, v, **options)
 
     model = build(attention, layers=5, windows=[4, 4, 0])
     batch = packed([20, 3])
@@ -196,7 +195,7 @@ def test_attention_is_an_argument() -> None:
 
     def attention(q, k, v, **options):
         calls.append((q.shape, k.shape, options["mask"].length))
-        return kernels.attention(q, k, v, **options)
+        return attention(q, k, v, **options)
 
     batch = packed([16])
     torch.testing.assert_close(build(attention)(*batch), build()(*batch), rtol=0, atol=0)

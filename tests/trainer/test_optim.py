@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import compose
-from trainer.config import Config, Optim, Schedule
-from trainer.optim import fraction, groups, jump
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import Config, Optim, Schedule
+from ringspan.trainer.optim import fraction, groups, jump
 
 
 def rates(steps: int, **options) -> list[float]:

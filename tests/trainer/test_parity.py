@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from ringspan.trainer import parity
+from ringspan.trainer.config import compose
+from ringspan.trainer.parity import Split
 from tests.trainer import jobs
-from trainer import compose, parity
-from trainer.parity import Split
 
 REFERENCE = Split(1, 1, 1, 0)
 NAMED = {  # for fifty steps

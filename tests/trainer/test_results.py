@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from ringspan.trainer import results
+from ringspan.trainer.checkpoint import run_folder
+from ringspan.trainer.data import tokenizer
+from ringspan.trainer.monitoring.profile_breakdown import breakdown
+from ringspan.trainer.planning import flops
+from ringspan.trainer.planning.memory import GIB, footprint
 from tests.trainer import jobs
-from trainer import check, cost, results, rundir
-from trainer.breakdown import breakdown
-from trainer.footprint import GIB, footprint
 
 Folder = Path
 
@@ -56,10 +59,10 @@ def test_a_row_says_what_ran_and_how_fast(runs: Folder, tmp_path: Path, capsys: 
     assert set(row["shares"]) == {"attention", "products", "other", "communication", "idle", "communication, hidden too"}
     assert sum(share for name, share in row["shares"].items() if "hidden" not in name) == pytest.approx(1)
     assert all(row["shares"][name] > 0 for name in ("attention", "products", "other"))
-    assert row["command"].startswith("torchrun --nproc-per-node=2 -m trainer.train data=text")
+    assert row["command"].startswith("torchrun --nproc-per-node=2 -m ringspan.trainer.train data=text")
     assert not any(str(place) in json.dumps(found) for place in (runs, jobs.ROOT))
     assert "data.sources.text.paths=…" in row["command"] and "name=" not in row["command"]
-    assert found["command"] == "python -m trainer.results runs/ring --skip 2"
+    assert found["command"] == "ringspan results runs/ring --skip 2"
     out = capsys.readouterr().out
     assert "median of 4" in out and "counting attention 3.5×" in out and "step 5, profiled" in out
 
@@ -67,13 +70,13 @@ def test_a_row_says_what_ran_and_how_fast(runs: Folder, tmp_path: Path, capsys: 
 def test_both_conventions_are_those_of_cost(runs: Folder, tmp_path: Path) -> None:
     """Here every sequence of `one` is counted again, from the model and the documents' lengths."""
     (row,) = result_of([str(runs / "one")], tmp_path / "out.json")["rows"]
-    config = check.resolve(rundir.config_of(runs / "one"))
+    config = tokenizer.resolve_config(run_folder.config_of(runs / "one"))
     lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
     counted = []
     for line in (line for line in lines if line["kind"] == "train" and line["step"] >= 3):
-        products = 6 * cost.parameters(config.model).products * 600
+        products = 6 * flops.parameters(config.model).products * 600
         attention = line["tflops"] * 1e12 * line["seconds"] - products
-        assert 0 < attention < cost.attention_flops(config.model, [150] * 4, 3.5) * 1.0001
+        assert 0 < attention < flops.attention_flops(config.model, [150] * 4, 3.5) * 1.0001
         counted.append((products + attention / 3.5 * 3) / line["seconds"] / 1e12)
     assert row["tflops_3x"] == pytest.approx(statistics.median(counted), rel=1e-9)
 
@@ -81,7 +84,7 @@ def test_both_conventions_are_those_of_cost(runs: Folder, tmp_path: Path) -> Non
 def test_memory_stands_beside_the_plan(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = edited(runs / "again", tmp_path / "gpu", "NVIDIA H200", gib=0.5, gib_reserved=0.75, tflops=98.9)
     (row,) = result_of([str(folder)], tmp_path / "out.json")["rows"]
-    planned = footprint(check.resolve(rundir.config_of(folder)), 2, gpu=True).peak / GIB
+    planned = footprint(tokenizer.resolve_config(run_folder.config_of(folder)), 2, gpu=True).peak / GIB
     assert row["planned_gib"] == planned and row["planned_of_measured"] == planned / 0.5 and row["gib_reserved"] == 0.75
     assert row["mfu_3.5x"] == pytest.approx(0.1) and row["dtype"] == "bf16"
     out = capsys.readouterr().out

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from launch import sweep
-from launch.__main__ import workers
+from ringspan.launch import sweep
+from ringspan.launch.__main__ import workers
+from ringspan.trainer.checkpoint import load_model, run_folder
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import Config, Parallel
+from ringspan.trainer.monitoring import tracking
 from tests.trainer import jobs, wandb_server
-from tests.trainer.test_resume import lines
-from trainer import compose, restore, rundir, tracking
-from trainer.config import Config, Parallel
+from tests.trainer.checkpoint.test_resume import lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +39,7 @@ def signal_in(run: Any, phase: str) -> None:
 
     def then_signal(step: int, where: str) -> None:
         at(step, where)
-        if where.startswith(phase) and run.ranks.rank == 1 and not run.signals.stop:
+        if where.startswith(phase) and run.distributed.rank == 1 and not run.signals.stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     run.watchdog.at = then_signal
@@ -258,7 +260,7 @@ def test_data_that_cannot_be_read_is_one_message_and_exit_code_2(tmp_path: Path,
     """Also when ranks find it, long after the config was checked."""
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
     data = ["data=text", f"data.sources.text.paths=[{tmp_path / file}]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
-    command = [sys.executable, "-m", "launch", "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
+    command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count(says) == 1, done.stderr
     assert "Traceback" not in done.stderr and "rank" not in done.stderr
@@ -269,7 +271,7 @@ def test_muon_steps_as_far_as_its_rate_says(tmp_path: Path, zero: int) -> None:
     """Its steps are orthogonal up to a factor near 1, of which DeepSpeed's clipping would leave a part."""
     options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1", "optim=muon", f"engine.zero={zero}"]
     assert jobs.run_ranks(2, jobs.train, [*options, "optim.weight_decay=0", "schedule=constant"]) == [0, 0]
-    before, after = (restore.Restored(str(path)) for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*")))
+    before, after = (load_model.Restored(str(path)) for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*")))
     names = [name for name in before.reader.names if name.startswith("layers.") and before.weight(name).ndim == 2]
     for name in names:
         step = after.weight(name) - before.weight(name)
@@ -280,7 +282,7 @@ def test_muon_steps_as_far_as_its_rate_says(tmp_path: Path, zero: int) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
     launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert launched.stdout is not None
     next(text for text in launched.stdout if text.startswith("step"))
@@ -304,7 +306,7 @@ def test_what_is_far_away_is_recalled_through_the_ring_and_not_without(tmp_path:
 
 
 def test_launch_hands_a_signal_to_the_ranks_which_save_and_leave(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=500"]
+    command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=500"]
     launched = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert launched.stdout is not None
     for text in launched.stdout:
@@ -317,7 +319,7 @@ def test_launch_hands_a_signal_to_the_ranks_which_save_and_leave(tmp_path: Path)
 
 
 def test_a_signal_before_there_are_ranks_ends_the_launch(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch", "--ranks=1", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    command = [sys.executable, "-m", "ringspan.launch", "--ranks=1", *jobs.TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
     launched = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children")
     while not children.read_text():  # torchrun
@@ -328,13 +330,14 @@ def test_a_signal_before_there_are_ranks_ends_the_launch(tmp_path: Path) -> None
 
 
 def not_on_this_rank(options: list[str]) -> None:
-    from trainer import compose, ranks, train
+    from ringspan.trainer import distributed, train
+    from ringspan.trainer.config import compose
 
     def refuse(name: str, local_rank: int) -> Any:
         raise ValueError(f"rank {local_rank} of this machine has no GPU of its own")
 
     if os.environ["RANK"] == "1":
-        ranks.choose_device = refuse
+        distributed.choose_device = refuse
     raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
 
 
@@ -354,7 +357,7 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert jobs.run_ranks(2, as_started, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
     assert jobs.said.count(f"runs={tmp_path}/file: the run's folder cannot be written") == 1 and "Traceback" not in jobs.said
-    command = [sys.executable, "-m", "trainer.train", *jobs.TOY, f"runs={tmp_path}/file"]
+    command = [sys.executable, "-m", "ringspan.trainer.train", *jobs.TOY, f"runs={tmp_path}/file"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "terminate" not in done.stderr, done.stderr
 
@@ -378,8 +381,9 @@ def test_a_finished_named_run_with_other_options_is_refused(tmp_path: Path) -> N
 
 
 def as_started(options: list[str]) -> None:
-    """As `python -m trainer.train` does it, with its messages."""
-    from trainer import compose, train
+    """As `ringspan train` does it, with its messages."""
+    from ringspan.trainer import train
+    from ringspan.trainer.config import compose
 
     raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
 
@@ -390,9 +394,9 @@ def test_what_only_one_rank_finds_wrong_is_said_by_it(tmp_path: Path) -> None:
 
 
 def a_file_fails_here(rank: int) -> None:
-    from trainer import ranks
+    from ringspan.trainer import distributed
 
-    among = ranks.Ranks(Config(parallel=Parallel(device="cpu")))
+    among = distributed.DistributedContext(Config(parallel=Parallel(device="cpu")))
 
     def make() -> str:
         if among.rank == rank:
@@ -433,7 +437,7 @@ def test_a_run_for_measurement_saves_and_evaluates_nothing(tmp_path: Path) -> No
 
 def last_save_fails(run: Any) -> None:
     """The disk is full when step 2 is saved."""
-    from trainer import checkpoint
+    from ringspan.trainer.checkpoint import checkpoint
 
     original = checkpoint.save
 
@@ -467,7 +471,7 @@ def test_a_full_disk_does_not_end_what_is_only_written_down(tmp_path: Path, caps
     tracker.file.close()
     tracker.file = disk
     tracker.close()
-    assert [line["step"] for line in rundir.lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in run_folder.lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_report_that_comes_again_stands_there_once(tmp_path: Path) -> None:
@@ -506,8 +510,8 @@ def test_changes_are_a_patch_that_applies(tmp_path: Path, monkeypatch: pytest.Mo
     for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
     file.write_bytes(b"one\n\xe9two\n\n")
-    monkeypatch.setattr(rundir, "ROOT", repository)
-    assert rundir.git_state(folder)["changed"] == "changes.patch"
+    monkeypatch.setattr(run_folder, "ROOT", repository)
+    assert run_folder.git_state(folder)["changed"] == "changes.patch"
     subprocess.run([*git, "checkout", "-q", "file"], check=True)
     subprocess.run([*git, "apply", str(folder / "changes.patch")], check=True)
     assert file.read_bytes() == b"one\n\xe9two\n\n"

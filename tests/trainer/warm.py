@@ -4,9 +4,9 @@ import contextlib
 import gc
 import importlib
 
-from trainer import compose
+from ringspan.trainer.config import compose
 
-PARTS = ["kernels.chunked", "trainer.loop", "trainer.parity", "trainer.train"]
+PARTS = ["ringspan.kernels.backends.chunked", "ringspan.trainer.loop", "ringspan.trainer.parity", "ringspan.trainer.train"]
 LATE = [  # what torch and DeepSpeed import when it is first used; a version without one of them loses time and nothing else
     "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "setuptools.command.build_ext",

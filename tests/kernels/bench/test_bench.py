@@ -1,0 +1,298 @@
+"""The benchmark: what it counts, what it refuses to time, and that it runs to the end without a GPU."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringspan.kernels.bench import __main__ as bench
+from ringspan.kernels.bench import baselines, energy, measure
+from ringspan.kernels.bench.baselines import AttentionKernel
+from ringspan.kernels.bench.shapes import Shape
+
+
+def counted(shape: Shape) -> int:
+    return int(shape.visible(torch.arange(shape.length)).sum())
+
+
+MASKS = pytest.mark.parametrize(
+    "options",
+    [
+        dict(causal=False),
+        dict(causal=True, window=5),
+        dict(causal=False, window=5),
+        dict(causal=True, window=100),
+        dict(causal=True, documents=(1, 20, 16)),
+        dict(causal=False, documents=(1, 20, 16)),
+        dict(causal=True, documents=(1, 20, 16), window=4),
+    ],
+)
+
+
+@MASKS
+def test_tiles_are_those_with_something_visible(options: dict) -> None:
+    shape = Shape("s", 3, 37, 2, 1, 16, **options)
+    seen = torch.nn.functional.pad(shape.visible(torch.arange(37)), (0, 3, 0, 3))
+    assert shape.tiles(8) == 3 * 2 * int(seen.view(5, 8, 5, 8).any(3).any(1).sum())
+
+
+@MASKS
+def test_pairs_are_those_visible(options: dict) -> None:
+    shape = Shape("s", 1, 37, 2, 1, 16, **options)
+    assert shape.pairs() == counted(shape)
+    assert baselines.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
+
+
+def test_flops_follow_the_convention() -> None:
+    assert Shape("s", 2, 1024, 16, 4, 128).flops() == 4 * 2 * 16 * 1024**2 / 2 * 128
+    assert Shape("s", 2, 1024, 16, 4, 128, causal=False).flops() == 4 * 2 * 16 * 1024**2 * 128
+    row = measure.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
+    assert row["forward_tflops"] == pytest.approx(500) and row["backward_tflops"] == pytest.approx(2500 / 4)
+    assert row["both_tflops"] == pytest.approx(3500 / 6)
+    assert (row["forward_tflops_min"], row["forward_tflops_max"]) == pytest.approx((250, 1000))
+
+
+def test_shapes_are_consistent() -> None:
+    for name, shape in baselines.SHAPES.items():
+        assert name == shape.name
+        if shape.length >= 2048:
+            assert shape.heads * shape.head_dim == 2048 and shape.batch * shape.length >= 16384
+    assert {name for names in baselines.DEFAULT_SHAPES.values() for name in names} <= set(baselines.SHAPES)
+    with pytest.raises(ValueError, match="length=37"):
+        Shape("s", 1, 37, 2, 1, 16, documents=(1, 2))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(window=7), dict(documents=(5, 32))])
+def test_truth_is_autograd_of_the_definition(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "CHUNK", 37 * 2 * 10)  # ten rows at a time
+    shape = Shape("s", 1, 37, 2, 1, 16, **options)
+    q, k, v, dout = (torch.randn(37, heads, 16, dtype=torch.float64) for heads in (2, 1, 1, 2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    s = torch.einsum("qgd,kgd->gqk", q, k.expand_as(q)) / 4
+    p = s.masked_fill(~shape.visible(torch.arange(37)), -torch.inf).softmax(-1)
+    out = torch.einsum("gqk,kgd->qgd", p, v.expand_as(q))
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    singles = [x.detach().float() for x in (q, k, v, dout)]
+    for x, ref in zip(baselines.truth(singles, shape), expected, strict=True):
+        assert x.dtype == torch.float64
+        torch.testing.assert_close(x, ref, rtol=1e-5, atol=1e-5)
+
+
+def run(tmp_path, *argv: str) -> tuple[int, dict]:
+    path = tmp_path / "result.json"
+    code = bench.main(["--device", "cpu", "--shapes", "tiny", "--rep", "1", "--rounds", "2", "--json", str(path), *argv])
+    return code, json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_runs_to_the_end_on_a_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    code, result = run(tmp_path)
+    assert code == 0
+    assert result["kind"] == "attention" and result["versions"]["torch"] and result["date"] and result["device"]
+    assert str(tmp_path) not in json.dumps(result)
+    assert [shape["name"] for shape in result["shapes"]] == ["tiny"]
+    rows = {row["kernel"]: row for row in result["rows"]}
+    for name in ("reference", "chunked", "sdpa-flash", "sdpa-math"):
+        row = rows[name]
+        assert row["status"] == "ok", row
+        assert row["error_out"] < 1e-5 and row["error_grad"] < 1e-5
+        for way in ("forward", "backward"):
+            low, mid, high = (row[f"{way}_tflops{end}"] for end in ("_min", "", "_max"))
+            assert 0 < low <= mid <= high < math.inf and row[f"{way}_ms"] > 0
+    assert all(row["status"] == "ok" or row["note"] for row in rows.values())
+    assert rows["reference"]["ours"] and not rows["sdpa-math"]["ours"]
+    assert "ours of the best rival: forward" in capsys.readouterr().out
+
+
+def _crash(q, k, v, shape):
+    raise RuntimeError("boom\n at dawn")
+
+
+def _missing(q, k, v, shape):
+    import no_such_rival  # noqa: F401
+
+
+def _nan_gradient(q, k, v, shape):
+    out = baselines.PEERS["sdpa-math"].run(q, k, v, shape)
+    out.register_hook(lambda grad: grad * float("nan"))
+    return out
+
+
+WRONGS = {
+    "garbage": (lambda q, k, v, shape: q * 1.0 + k.mean() + v.mean(), "wrong", "error above"),
+    "nan": (lambda q, k, v, shape: q + k.mean() * v.mean() * float("nan"), "wrong", "NaN"),
+    "nan-gradient": (_nan_gradient, "wrong", "NaN"),
+    "crash": (_crash, "failed", "RuntimeError: boom at dawn"),
+    "missing": (_missing, "skipped", "not installed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONGS)
+def test_a_kernel_that_is_wrong_is_not_timed(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, status, note = WRONGS[name]
+    monkeypatch.setitem(baselines.PEERS, name, AttentionKernel(name, call, ("cpu",)))
+    code, result = run(tmp_path, "--only", f"{name},sdpa-math")
+    row, other = result["rows"]
+    assert row["status"] == status and note in row["note"] and "forward_tflops" not in row
+    assert other["status"] == "ok"
+    assert code == 0  # a rival's fault
+
+
+def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "attention", lambda q, k, v, **options: q * k.mean() * v.mean())
+    code, result = run(tmp_path, "--only", "chunked")
+    assert code == 1 and result["rows"][0]["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "argv, remedy",
+    [
+        (["--only", "flux"], "the kernels are"),
+        (["--rounds", "0"], "at least 1"),
+        (["--cycles"], "leave it out here"),
+        (["--energy"], "leave it out here"),
+        (["--counters"], "leave it out here"),
+        (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--shapes", "huge"], "invalid choice"),
+    ],
+)
+def test_bad_options_name_a_remedy(argv: list[str], remedy: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *argv])
+    assert remedy in capsys.readouterr().err
+
+
+def test_large_dense_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="2 GiB of scores; here it is timed up to 1 GiB"):
+        baselines.SHAPES["d128-causal-2k"].check_dense(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    baselines.SHAPES["d128-causal-8k"].check_dense(torch.device("cuda"))
+    with pytest.raises(ValueError, match="16 GiB of scores; here it is timed up to 10 GiB"):
+        baselines.SHAPES["d128-causal-16k"].check_dense(torch.device("cuda"))
+
+
+def test_names_of_results() -> None:
+    assert measure.slug("NVIDIA H200") == "h200"
+    assert measure.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert measure.slug("CPU, x86_64") == "cpu"
+
+
+def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> None:
+    """For each way, of a call that runs; and where counting fails the times stand all the same."""
+    shape, cpu = baselines.SHAPES["tiny"], torch.device("cpu")
+
+    def count(call, ms: float, rep: float, device: torch.device) -> dict[str, float]:
+        call()
+        return {"mcycles": ms * 2, "joules": rep, "watts": 700.0, "watts_limit": 700.0, "held_down": 0.5}
+
+    def fails(*_: object) -> dict[str, float]:
+        raise RuntimeError("boom")
+
+    rows = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [count])
+    for way in baselines.WAYS:
+        assert rows[0][f"{way}_mcycles"] == 2 * rows[0][f"{way}_ms"] and rows[0][f"{way}_joules"] == 1.0
+    assert "million cycles  1 / 1 J at 700 / 700 W" in bench.report(shape, rows)
+    (row,) = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [fails])
+    assert row["status"] == "ok" and row["forward_ms"] > 0 and row["note"] == "RuntimeError: boom"
+
+
+class Driver:
+    """NVML's counter, which has a new value every 0.1 s and takes 4 ms to say it, and its GPU: 500 W at work, 100 W idle."""
+
+    def __init__(self) -> None:
+        self.code, self.watts = 0, (500.0, 100.0)
+        self.seconds = self.ends = 0.0  # the host's time, and when the GPU is through with its work
+        self.worked = 0.0  # seconds of it so far that the GPU has had work for
+        self.looked = 0  # at why its clock is as it is
+
+    def work(self, ms: float) -> None:
+        """A call: the host gives it in no time, and the GPU takes it up behind those before."""
+        self.ends = max(self.ends, self.seconds) + ms / 1000
+
+    def until(self, then: float) -> None:
+        self.worked += max(0.0, min(then, self.ends) - self.seconds)
+        self.seconds = max(self.seconds, then)
+
+    def nvmlInit_v2(self) -> int:
+        return self.code
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
+        return 0 if name == b"GPU-1234" else 6
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object, to) -> int:
+        to._obj.value = 700_000
+        return 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, to) -> int:
+        self.looked += 1
+        to._obj.value = 0x4 if self.looked % 4 else 0x1  # power, and nothing to do
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, to) -> int:
+        tick = self.seconds // 0.1 * 0.1
+        worked = max(0.0, self.worked - (self.seconds - tick))
+        to._obj.value = int(1000 * (self.watts[0] * worked + self.watts[1] * (tick - worked)))
+        self.until(self.seconds + 0.004)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.ends = driver.ends
+
+        def synchronize(self) -> None:
+            driver.until(self.ends)
+
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: driver.seconds)
+    return driver
+
+
+def test_joules_are_those_of_one_call(driver: Driver) -> None:
+    """However many calls stand between two looks at the counter; and the GPU is not idle while it is asked."""
+    for ms in (0.01, 3.0, 70.0, 2000.0):
+        found = energy.count_energy(lambda ms=ms: driver.work(ms), ms, 200.0, torch.device("cuda"))
+        assert found["joules"] == pytest.approx(0.5 * ms, rel=0.05) and found["watts"] == pytest.approx(500, rel=0.05)
+        assert found["watts_limit"] == 700 and found["held_down"] == pytest.approx(0.75, abs=0.25)
+
+
+def test_a_counter_that_does_not_count_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> None:
+        energy.count_energy(lambda: driver.work(100.0), 100.0, 200.0, torch.device("cuda"))
+
+    for change, told in ((dict(watts=(0.0, 0.0)), "stands still"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9")):
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                patch.setattr(driver, name, value)
+            with pytest.raises(ValueError, match=f"{told}.*leave it out"):
+                count()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="leave it out"):
+        energy.Counter(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_cycles_are_those_of_one_call() -> None:
+    from ringspan.kernels.bench.clock_cycles import cycles_of
+
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    once, twice = cycles_of(lambda: x @ x, 20, device), cycles_of(lambda: x @ x @ x, 20, device)
+    assert 1.8 * once < twice < 2.2 * once
+    assert once > 4096**3 / (132 * 2048)  # no multiprocessor multiplies more in a cycle
+
+
+@pytest.mark.gpu
+def test_watts_are_those_of_a_gpu() -> None:
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    found = energy.count_energy(lambda: x @ x, 0.2, 200.0, x.device)
+    assert 100 < found["watts"] < 1500 and 0.01 < found["joules"] < 1

@@ -1,0 +1,204 @@
+"""The benchmark runs to the end on two gloo ranks; its pictures and tables show what there is."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringspan import Mesh
+from ringspan.kernels.bench import clock_cycles
+from ringspan.parallel.bench import __main__ as bench
+from ringspan.parallel.bench import baselines
+from ringspan.parallel.bench.baselines import BenchContext, Setting
+from ringspan.parallel.bench.timing import Timing, speeds
+from ringspan.parallel.transport.base import is_transfer
+from tests.docs.test_tables import tables
+from tests.parallel import jobs
+from tests.parallel.pool import Failed
+
+
+def test_runs_to_the_end(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    argv = ["--device", "cpu", "--tokens", "24", "--heads", "4/2", "--head-dim", "16", "--rounds", "2", "--rep", "1"]
+    assert pools(2)(functools.partial(jobs.run_bench, [*argv, "--json", str(path)])) == [0, 0]
+    result = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert result["kind"] == "ring" and result["ranks"] == 2 and result["versions"]["torch"]
+    assert str(tmp_path) not in json.dumps(result)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert {"alone", "ring-zigzag-p2p", "ring-striped-all_gather", "ulysses", "ulysses-sdpa-flash"} <= set(rows)
+    for name, row in rows.items():
+        assert row["status"] == "ok", row
+        assert 0 < row["both_tflops_min"] <= row["both_tflops"] <= row["both_tflops_max"]
+        assert 0 < row["both_share_min"] <= row["both_share"] <= row["both_share_max"]
+        if name.startswith("ring"):
+            assert row["error"] < 1e-5
+    assert rows["alone"]["both_share"] == 1
+    table = tables.ring(result)
+    assert (
+        "| 24-h4-2-d16 |" in table
+        and "Ringspan ring, zigzag, p2p" in table
+        and f"({rows['ulysses']['both_share']:.1%})" in table
+    )
+
+
+def test_a_ring_that_is_wrong_is_not_timed(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    assert pools(2)(_Wrong(path)) == [1, 1]
+    row = json.loads(path.read_text())["rows"][1]
+    assert row["status"] == "wrong" and "both_tflops" not in row
+
+
+def test_shares_of_time_and_of_cycles() -> None:
+    """A ring with half of the work, that takes as long at half the clock."""
+    alone, ring = Timing(1.0, 4.0, 2e9, 10.0, 40.0), Timing(1.0, 4.0, 1e9, 5.0, 20.0)
+    row = speeds([ring, ring._replace(both=2.0)], [alone, alone])
+    assert row["forward_share"] == 0.5 and row["both_share_min"] == 0.5 and row["both_share_max"] == 1
+    assert row["both_cycles_share"] == 1 and row["both_mcycles"] == 20 and row["both_tflops_min"] == 3.5 / 4
+    assert "both_cycles_share" not in speeds([Timing(*ring[:3])], [Timing(*alone[:3])])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_of_the_rank_that_counts_most(fails: bool, tmp_path: Path, pools) -> None:
+    """And a rank that cannot count is an error on all, not one that the others wait for."""
+    path = tmp_path / "ring.json"
+    assert pools(2)(_Counts(path, fails)) == [0, 0]
+    rows = {row["name"]: row for row in json.loads(path.read_text())}
+    if fails:
+        assert all(row["status"] == "failed" and "could not count" in row["note"] for row in rows.values())
+    else:
+        assert rows["alone"]["both_mcycles"] == rows["ring-zigzag-p2p"]["both_mcycles"] == 2
+        assert rows["ring-zigzag-p2p"]["both_cycles_share"] > 0
+
+
+class _Counts:
+    """Each rank counts as many millions as its number and one more, or the last one cannot."""
+
+    def __init__(self, path: Path, fails: bool) -> None:
+        self.path, self.fails = path, fails
+
+    def __call__(self) -> int:
+        right, rank = clock_cycles.cycles_of, dist.get_rank()
+
+        def count(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+            if self.fails and rank == 1:
+                raise RuntimeError("no multiprocessor was read")
+            return 1e6 * (rank + 1)
+
+        clock_cycles.cycles_of = count
+        try:
+            mesh = Mesh(ring=2)
+            place = BenchContext(torch.device("cpu"), torch.float32, 2, mesh, Mesh(ulysses=2), "auto")
+            rows = bench.measure(Setting(24, 2, 1, 16), ["alone", "ring-zigzag-p2p"], place, 1, 1, cycles=True)
+        finally:
+            clock_cycles.cycles_of = right
+        if rank == 0:
+            self.path.write_text(json.dumps(rows))
+        return 0
+
+
+class _Wrong:
+    """A window that the ring forgets."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> int:
+        right = baselines.context_attention
+        baselines.context_attention = lambda q, k, v, mask, **options: right(q, k, v, None, **options)
+        try:
+            argv = "--device cpu --tokens 24 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only alone,ring-zigzag-p2p"
+            return bench.main([*argv.split(), "--json", str(self.path)])
+        finally:
+            baselines.context_attention = right
+
+
+def test_what_was_measured_is_kept(tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    with pytest.raises(Failed, match="cut short"):
+        pools(2)(_Cut(path))
+    result = json.loads(path.read_text())
+    assert [setting["name"] for setting in result["settings"]] == ["24-h2-1-d16"]
+    assert [row["status"] for row in result["rows"]] == ["ok"]
+
+
+class _Cut:
+    """The second setting does not come to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> int:
+        right = bench.measure
+
+        def measure(setting: Setting, *rest) -> list:
+            if setting.tokens == 32:
+                raise RuntimeError("cut short")
+            return right(setting, *rest)
+
+        bench.measure = measure
+        try:
+            argv = "--device cpu --tokens 24 32 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only ring-zigzag-p2p"
+            return bench.main([*argv.split(), "--json", str(self.path)])
+        finally:
+            bench.measure = right
+
+
+def test_alone_costs_as_much_as_a_rank_s_share() -> None:
+    for tokens in (2048, 8192, 131072):
+        for ranks in (2, 4, 8):
+            setting = Setting(tokens, 16, 4, 128)
+            share = setting.alone(ranks).flops() / (setting.whole(ranks).flops() / ranks)
+            assert 0.85 < share <= 1
+    window = Setting(8192, 16, 4, 128, window=1024)
+    assert window.alone(4).flops() == pytest.approx(window.whole(4).flops() / 4, rel=0.07)
+    assert window.name == "8k-h16-4-d128-window1024"
+
+
+@pytest.mark.parametrize(
+    "name, inside, outside",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", True, True),
+        ("Memcpy PtoP (Device -> Device)", True, True),
+        ("Memcpy DtoD (Device -> Device)", True, False),
+        ("void c10d::symmetric_memory::all_reduce_kernel(float*)", True, True),
+        ("Memcpy HtoD (Pinned -> Device)", False, False),
+        ("_backward_kernel", False, False),
+    ],
+)
+def test_names_of_transfers(name: str, inside: bool, outside: bool) -> None:
+    assert (is_transfer(name, in_ring=True), is_transfer(name, in_ring=False)) == (inside, outside)
+
+
+def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ring.png"
+    (all_counts, _), _ = pools(2)(jobs.traced, str(path), Setting(256, 2, 1, 32), "ring-zigzag-p2p")
+    for counts in all_counts:
+        assert counts["compute"] > 10 and counts["transfer"] >= 3  # forward, backward, and gradients home
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv, remedy",
+    [
+        (["--only", "telepathy"], "there are alone, ring-contiguous-auto"),
+        (["--tokens", "many"], "8192 or 8k"),
+        (["--heads", "16"], "16/4"),
+        (["--rounds", "0"], "at least 1"),
+        (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--trace", "ring.png", "--save"], "without --trace"),
+        (["--cycles"], "leave it out here"),
+        ([], "torchrun"),
+    ],
+)
+def test_bad_options_name_a_remedy(
+    argv: list[str], remedy: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *argv])
+    assert remedy in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""Hugging Face's folders: logits equal to transformers' where it is installed, and to the published formulas everywhere."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringspan.trainer.checkpoint import huggingface
+from ringspan.trainer.checkpoint.safetensors import File, write
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import Model, Rope
+from ringspan.trainer.model import GPT
+
+LLAMA = Model(
+    vocabulary=96, layers=2, dim=64, heads=4, kv_heads=2, head_dim=32, mlp_dim=80, norm_eps=1e-5, tied=False, init_std=0.2
+)
+QWEN3 = dataclasses.replace(LLAMA, qk_norm=True, norm_eps=1e-6, tied=True)
+GPT2 = Model(
+    vocabulary=96, layers=2, dim=64, heads=4, kv_heads=4, mlp_dim=256, norm="layernorm", positions="learned", max_positions=48,
+    activation="gelu", bias=True, tied=True, init_std=0.2,
+)  # fmt: skip
+LLAMA3 = Rope(kind="llama3", base=500_000.0, factor=8.0, original_length=32)
+YARN = Rope(kind="yarn", base=10_000.0, factor=4.0, original_length=64)
+CASES = {
+    "llama": (LLAMA, LLAMA3),
+    "llama-linear": (dataclasses.replace(LLAMA, tied=True), Rope(kind="linear", factor=2.0)),
+    "qwen3": (QWEN3, Rope(base=1_000_000.0)),
+    "qwen3-yarn": (QWEN3, YARN),
+    "gpt2": (GPT2, Rope()),
+}
+TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def build(model: Model, rope: Rope) -> GPT:
+    gpt = GPT(model, rope)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():  # norms and biases too, which start as ones and zeros
+        for weight in gpt.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.2)
+    return gpt
+
+
+def export(gpt: GPT, path: Path) -> None:
+    readers = {name: (lambda weight=weight: weight.detach()) for name, weight in gpt.named_parameters()}
+    huggingface.export(path, readers, gpt.config, gpt.rope, length=256)
+
+
+def load(path: Path) -> GPT:
+    _, model, rope = huggingface.read_config(path)
+    gpt = GPT(model, rope, seed=None)
+    read = huggingface.values(path, model, rope)
+    with torch.no_grad():
+        for name, weight in gpt.named_parameters():
+            weight.copy_(read(name, "weight", 0, weight.numel()).view_as(weight))
+    return gpt
+
+
+def logits(gpt: GPT) -> Tensor:
+    return gpt.logits(TOKENS, torch.arange(TOKENS.shape[1]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_out_and_in_again_is_the_same_model(tmp_path: Path, case: str) -> None:
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    again = load(tmp_path)
+    assert again.rope == dataclasses.replace(gpt.rope) and again.config.heads == gpt.config.heads
+    for (name, ours), theirs in zip(gpt.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(logits(gpt), logits(again))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_published_formulas(tmp_path: Path, case: str) -> None:
+    """From the exported tensors by their Hugging Face names, with nothing of ours in between."""
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    tensors = {name: File(tmp_path / "model.safetensors")[name].double() for name in File(tmp_path / "model.safetensors")}
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = (plain_gpt2 if case == "gpt2" else plain_llama)(tensors, config)
+    torch.testing.assert_close(logits(gpt).double(), expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.5  # of numbers that matter
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers(tmp_path: Path, case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    torch.testing.assert_close(logits(gpt), expected, rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")  # and their own files, in shards, come in
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    torch.testing.assert_close(logits(load(tmp_path / "theirs")), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-yarn", "llama-linear", "qwen3"])
+def test_configs_of_older_transformers_are_read(tmp_path: Path, case: str) -> None:
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]  # they had rope_theta, and rope_scaling if there was any
+    assert ("rope_scaling" in config) == (case != "qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert huggingface.read_config(tmp_path)[2] == gpt.rope
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_any_part_of_a_weight_is_read_alone(tmp_path: Path, case: str) -> None:
+    gpt = build(*CASES[case])
+    export(gpt, tmp_path)
+    read = huggingface.values(tmp_path, gpt.config, gpt.rope)
+    for name, weight in gpt.named_parameters():
+        num = weight.numel()
+        for start, stop in ((0, 1), (num // 3, num // 3 + 7), (num - 5, num), (5, 5)):
+            assert torch.equal(read(name, "weight", start, stop), weight.detach().flatten()[start:stop]), (name, start, stop)
+
+
+def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "SHARD", 40_000)
+    gpt = build(LLAMA, LLAMA3)
+    export(gpt, tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and not list(tmp_path.glob("part-*"))
+    assert all(f"of-{len(files):05}" in name for name in files)
+    assert torch.equal(logits(load(tmp_path)), logits(gpt))
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(ValueError, match=f"lacks {files[1]}"):
+        load(tmp_path)
+
+
+def test_another_shape_is_refused_with_every_difference(tmp_path: Path) -> None:
+    export(build(LLAMA, LLAMA3), tmp_path)
+    wrong = dataclasses.replace(LLAMA, kv_heads=4, mlp_dim=96)
+    with pytest.raises(ValueError, match=r"model.kv_heads=4 \(there 2\), model.mlp_dim=96 \(there 80\), rope.base=10000"):
+        huggingface.values(tmp_path, wrong, Rope())
+
+
+@pytest.mark.parametrize(("name", "factor"), [("llama-1b", 32.0), ("llama-8b", 8.0)])
+def test_presets_scale_positions_as_published(name: str, factor: float) -> None:
+    """The config.json of Llama 3.2 1B and of Llama 3.1 8B."""
+    published = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    published |= dict(original_max_position_embeddings=8192)
+    rope = compose.load([f"model={name}"], world_size=1).config.rope
+    assert rope == huggingface._read_rope(Path(name), published, dict(rope_theta=500_000.0))
+
+
+def test_positions_that_are_scaled_otherwise_are_told(tmp_path: Path) -> None:
+    export(build(LLAMA, LLAMA3), tmp_path)
+    assert huggingface.scaled_otherwise(tmp_path, LLAMA3) == ""
+    told = huggingface.scaled_otherwise(tmp_path, dataclasses.replace(LLAMA3, factor=32.0))
+    assert told.endswith("rope.factor=32.0 (there 8.0)") and "longer context" in told
+    for kind in ("base", "ntk"):
+        assert f"rope.kind={kind} (there llama3), rope.factor=" in huggingface.scaled_otherwise(tmp_path, Rope(kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model_type", "mamba", "type mamba: llama, qwen3 and gpt2"),
+        ("hidden_act", "relu", "hidden_act='relu'"),
+        ("attention_bias", True, "attention_bias=True"),
+        ("rope_parameters", {"rope_type": "longrope"}, "type longrope"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, r"not read: {'mscale': 0.7}"),
+        ("layer_types", ["sliding_attention"], "only full_attention"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    export(build(LLAMA, LLAMA3), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=message):
+        huggingface.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_config_says_what_the_numbers_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whoever serves the folder takes its dtype from there."""
+    export(build(LLAMA, LLAMA3).to(dtype), tmp_path)
+    assert f"torch.{json.loads((tmp_path / 'config.json').read_text())['torch_dtype']}" == str(dtype)
+    assert File(tmp_path / "model.safetensors")["model.norm.weight"].dtype == dtype
+
+
+def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
+    export(build(LLAMA, LLAMA3), tmp_path)
+    file = File(tmp_path / "model.safetensors")
+    kept = {name: file[name].clone() for name in file if not name.endswith("0.mlp.up_proj.weight")}
+    write(tmp_path / "model.safetensors", kept)
+    with pytest.raises(ValueError, match=r"lacks the tensors model.layers.0.mlp.up_proj.weight"):
+        huggingface.values(tmp_path, LLAMA, LLAMA3)
+    with pytest.raises(ValueError, match=r"no config.json"):
+        huggingface.read_config(tmp_path / "nowhere")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: x for key, x in config.items() if key != "hidden_size"}))
+    with pytest.raises(ValueError, match=r"has no hidden_size in its config.json"):
+        huggingface.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [dict(sinks=True), dict(softcap=5.0), dict(windows=[4, 0]), dict(norm="layernorm")])
+def test_a_model_that_their_format_cannot_hold_is_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"no Llama, Qwen3 or GPT-2"):
+        huggingface.family_of(dataclasses.replace(LLAMA, **changes), Rope())
+
+
+def plain_llama(tensors: dict[str, Tensor], config: dict) -> Tensor:
+    """Llama and Qwen3, written down from their papers and model cards, in fp64 and without any of our code."""
+    H, G, D, eps = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * tensors[name]
+
+    length = TOKENS.shape[1]
+    turns, sharpen = plain_rope(config["rope_parameters"], D)
+    angles = torch.arange(length).double()[:, None] * torch.tensor(turns).double()
+    spin = torch.polar(torch.full_like(angles, sharpen), angles)[None, :, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * spin
+        return torch.cat([turned.real, turned.imag], -1)
+
+    x = tensors["model.embed_tokens.weight"][TOKENS]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        h = norm(x, layer + "input_layernorm.weight")
+        q, k, v = (
+            (h @ tensors[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(-1, (heads, D))
+            for name, heads in (("q", H), ("k", G), ("v", G))
+        )
+        if config["model_type"] == "qwen3":
+            q, k = norm(q, layer + "self_attn.q_norm.weight"), norm(k, layer + "self_attn.k_norm.weight")
+        k, v = (y.repeat_interleave(H // G, 2) for y in (rotate(k), v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", rotate(q), k) / math.sqrt(D)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, -math.inf).softmax(-1), v)
+        x = x + out.flatten(-2) @ tensors[layer + "self_attn.o_proj.weight"].T
+        h = norm(x, layer + "post_attention_layernorm.weight")
+        gate, up, down = (tensors[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        x = x + (h @ gate * torch.sigmoid(h @ gate) * (h @ up)) @ down
+    head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return norm(x, "model.norm.weight") @ tensors[head].T
+
+
+def plain_rope(rope: dict, D: int) -> tuple[list[float], float]:
+    base, kind = rope["rope_theta"], rope["rope_type"]
+    turns = [base ** (-2 * i / D) for i in range(D // 2)]
+    if kind == "default":
+        return turns, 1.0
+    slow = [turn / rope["factor"] for turn in turns]
+    if kind == "linear":
+        return slow, 1.0
+    length = rope["original_max_position_embeddings"]
+    if kind == "llama3":
+        out = []
+        for fast, far in zip(turns, slow, strict=True):
+            wave, low, high = 2 * math.pi / fast, rope["low_freq_factor"], rope["high_freq_factor"]
+            blend = (length / wave - low) / (high - low)
+            out.append(fast if wave < length / high else far if wave > length / low else (1 - blend) * far + blend * fast)
+        return out, 1.0
+
+    def pair(rotations: float) -> float:
+        return D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(pair(rope["beta_fast"])), 0), min(math.ceil(pair(rope["beta_slow"])), D - 1)
+    ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(D // 2)]
+    return [f * (1 - r) + s * r for f, s, r in zip(turns, slow, ramp, strict=True)], 0.1 * math.log(rope["factor"]) + 1
+
+
+def plain_gpt2(tensors: dict[str, Tensor], config: dict) -> Tensor:
+    H, width, length = config["n_head"], config["n_embd"], TOKENS.shape[1]
+    t = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (width,), t[name + ".weight"], t[name + ".bias"], config["layer_norm_epsilon"])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ t[name + ".weight"] + t[name + ".bias"]  # Conv1D keeps its matrix the other way round
+
+    x = t["wte.weight"][TOKENS] + t["wpe.weight"][:length]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for i in range(config["n_layer"]):
+        q, k, v = (y.unflatten(-1, (H, -1)) for y in linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(width, -1))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width // H)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, -math.inf).softmax(-1), v).flatten(-2)
+        x = x + linear(out, f"h.{i}.attn.c_proj")
+        h = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + linear(h, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ t["wte.weight"].T

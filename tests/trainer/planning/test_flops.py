@@ -1,0 +1,43 @@
+"""Operations and parameters: against the mask's own pairs, and against the published sizes of the presets."""
+
+import pytest
+import torch
+
+from ringspan import Mask
+from ringspan.trainer.config import compose
+from ringspan.trainer.config.schema import Model
+from ringspan.trainer.planning import flops
+
+MODEL = Model(vocabulary=100, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, windows=[3, 0])
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 50])
+@pytest.mark.parametrize("lengths", [[1], [7], [5, 1, 30], [64]])
+def test_pairs_are_those_that_the_mask_lets_through(lengths: list[int], window: int) -> None:
+    mask = Mask.from_lengths(lengths, causal=True, window=window or None)
+    at = torch.arange(sum(lengths))
+    assert flops.visible_pairs(lengths, window) == int(mask.visible(at, at).sum())
+
+
+def test_a_step_counts_products_and_each_layers_own_pairs() -> None:
+    lengths = [10, 6]
+    weights = 3 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 100 * 32
+    pairs = 2 * flops.visible_pairs(lengths, 3) + flops.visible_pairs(lengths)  # layers 0 and 2 have the window
+    for convention, factor in (("3x", 3), ("3.5x", 3.5)):
+        assert flops.training_flops(MODEL, lengths, convention) == 6 * weights * 16 + factor * 4 * 64 * pairs
+    assert flops.training_flops(MODEL, lengths) == flops.training_flops(MODEL, lengths, "3.5x")
+
+
+def test_long_sequences_overflow_nothing() -> None:
+    assert flops.visible_pairs([2**22]) == 2**22 * (2**22 + 1) // 2
+    assert flops.visible_pairs([2**22], 4096) == 4096 * 4097 // 2 + (2**22 - 4096) * 4096
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [("gpt2-124m", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-8b", 8_030_261_248), ("qwen3-0.6b", 596_049_920)],
+)
+def test_presets_have_their_published_sizes(preset: str, published: int) -> None:
+    model = compose.load([f"model={preset}", "data=stdlib"], world_size=1).config.model
+    model.max_positions = model.max_positions or 1024
+    assert flops.parameters(model).total == published
