@@ -1,15 +1,15 @@
-"""`attention`: exact attention on one device, as one operator that torch.compile and checkpointing understand.
+"""`attention`: exact attention on one device, as one operator for autograd, torch.compile and checkpointing.
 
     out = attention(q, k, v, mask=Mask(causal=True))            q (B, S, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv)
 
-It checks its arguments, picks a backend, and calls `block_forward` once, for the one block that is everything. A sink is
-the carry that this block starts from. Two operators, `ringspan::attention_forward` and `ringspan::attention_backward`, hold
-the work, so that torch.compile(fullgraph=True) sees one call each way, and selective activation checkpointing can keep
-(out, lse) and never run attention twice. Nothing waits for the device.
+The function validates its arguments, chooses a backend and calls `block_forward` once, on a block that holds all rows.
+A sink is the carry of that block. Two operators do the work: `ringspan::attention_forward` and
+`ringspan::attention_backward`. torch.compile(fullgraph=True) therefore sees one call per direction, and selective
+activation checkpointing can save (out, lse) instead of recomputing attention. No call synchronises with the device.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,58 @@ from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.kernels.validate import check_mask, check_options, check_qkv, check_sinks, check_tangents
 
 __all__ = ["BACKENDS", "attention"]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -39,14 +91,39 @@ def attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ · scale) v over the keys that the mask lets each query see.
+    """Compute exact attention, softmax(q kᵀ · scale) v, over the keys that the mask makes visible to each query.
 
-    out is (B, S, Hq, Dv); with return_lse also lse (B, Hq, S): the natural log of the softmax's denominator, sinks included,
-    in fp32 (fp64 for fp64), differentiable. Query heads share key heads in groups of Hq / Hkv. If S != Sk, the last query
-    stands at the last key. `sinks` (Hq,) are scores of a key whose value is 0. Dropout is Philox of the coordinates, so a
-    seed fixes it on any backend; without one it is drawn from torch's generator. A query that sees no key gives 0, and lse
-    its sink or -inf. `deterministic` asks for bit-equal gradients in every run, which all backends but hopper always give;
-    there the backward takes longer.
+    If S != Sk, the last query is at the position of the last key. Under torch.autocast, q, k and v are cast to its dtype.
+
+    Args:
+        q: Queries, (B, S, Hq, D), in float64, float32, bfloat16 or float16. D is 16 to 256 in steps of 8.
+        k: Keys, (B, Sk, Hkv, D), in q's dtype. Hq is a multiple of Hkv; groups of Hq / Hkv query heads share a key head.
+        v: Values, (B, Sk, Hkv, Dv), in q's dtype. Dv may differ from D, with the same limits.
+        mask: Visible keys of each query. None: all keys.
+        scale: Factor of the scores. None: D ** −0.5.
+        softcap: Bound the scores: s ← softcap · tanh(s / softcap). 0: off.
+        sinks: (Hq,) floats: for each query head, the score of one extra key whose value is 0.
+        dropout: Probability, in [0, 1), that an attention weight is set to 0; the others are divided by 1 − dropout. The
+            pattern is a function of the seed and of global coordinates, so it is the same for every backend.
+        seed: Seed of the dropout pattern: an int of 64 bits or an int64 tensor of shape () or (B,). None: drawn from
+            torch's generator.
+        return_lse: Also return lse.
+        deterministic: Accumulate gradients in a fixed order, so that they are bit-equal in every run. All backends but
+            `hopper` always do; there the backward is slower with it.
+        backend: "auto", "reference", "chunked", "triton" or "hopper". "auto" chooses by device and inputs.
+
+    Returns:
+        out, (B, S, Hq, Dv), in q's dtype. With `return_lse`, (out, lse): lse, (B, Hq, S), is the natural log of the
+        softmax's denominator, sinks included, in float32 (float64 for float64 inputs), and is differentiable. A query
+        without visible keys has out 0, lse = its sink or −inf, and zero gradients.
+
+    Raises:
+        ValueError: An argument has a wrong type, shape, dtype, device or range, an input has a forward-mode tangent, or
+            the named backend cannot run these inputs. The message names the argument and a value that works.
+
+    Example:
+        >>> out = attention(q, k, v, mask=Mask(causal=True, window=4096))
+        >>> out, lse = attention(q, k, v, return_lse=True)
     """
     q, k, v = cast_for_autocast(q, k, v)
     check_qkv(q, k, v)
@@ -61,7 +138,7 @@ def attention(
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
+    choose_backend(backend, q, v, scale=scale, dropout=dropout)  # raises if the named backend cannot run
     left, right, padded, *tensors = mask.bounds(q.device)
     numbers, factors = [left, right, int(padded), int(deterministic)], [scale, float(softcap), float(dropout)]
     out, lse = attention_forward(q, k, v, *tensors, sinks, seed, numbers, factors, backend)
@@ -69,23 +146,23 @@ def attention(
 
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast in its dtype, as SDPA does."""
+    """Cast q, k and v to autocast's dtype if it is enabled, as SDPA does; float64 stays."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     if not all(isinstance(x, Tensor) for x in (k, v)):
-        return q, k, v  # check_qkv complains of these
+        return q, k, v  # check_qkv reports these
     low = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
 
 
-Operator = Callable[[Callable[..., Any]], Callable[..., Any]]  # what makes one of a function
+Operator = Callable[[Callable[..., Any]], Callable[..., Any]]  # a decorator that turns a function into an operator
 
 
 def differentiable(name: str, backward: Callable[[], Callable[..., Any]]) -> Operator:
-    """An attention as an operator: run(q, k, v, *tensors, sinks, seed, numbers, factors, names) → (out, lse).
+    """Return a decorator for an attention forward: run(q, k, v, *tensors, sinks, seed, numbers, factors, names) → (out, lse).
 
-    What is called `backward()` gives its gradients: it takes (dout, dlse, out, lse) and all that the forward takes.
+    `backward()` returns the operator of the gradients. It takes (dout, dlse, out, lse) and then all arguments of the forward.
     """
 
     def shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -93,36 +170,37 @@ def differentiable(name: str, backward: Callable[[], Callable[..., Any]]) -> Ope
         lse = q.new_empty((batch, heads, rows), dtype=accumulation_dtype(q.dtype))
         return q.new_empty((batch, rows, heads, v.shape[-1])), lse
 
-    def save(ctx: Any, given: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, numbers, factors, names = given
-        ctx.rest = numbers, factors, names
+    def save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, numbers, factors, names = args
+        ctx.options = numbers, factors, names
         ctx.save_for_backward(*output, *tensors)
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, lse, q, k, v, *others = ctx.saved_tensors
+        out, lse, q, k, v, *other_tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dsinks = backward()(dout, dlse, out, lse, q, k, v, *others, *ctx.rest)
-        *tensors, sinks, _seed = others
-        return dq, dk, dv, *[None] * len(tensors), None if sinks is None else dsinks, None, *[None] * len(ctx.rest)
+        dq, dk, dv, dsinks = backward()(dout, dlse, out, lse, q, k, v, *other_tensors, *ctx.options)
+        *mask_tensors, sinks, _seed = other_tensors
+        no_gradients = [None] * len(ctx.options)
+        return dq, dk, dv, *[None] * len(mask_tensors), None if sinks is None else dsinks, None, *no_gradients
 
     return operator(name, fake=shapes, save=save, differentiate=differentiate)
 
 
 def derivative(name: str) -> Operator:
-    """The backward of one: (dq, dk, dv, dsinks), the last empty without sinks."""
+    """Return a decorator for an attention backward: run(dout, dlse, out, lse, …) → (dq, dk, dv, dsinks or an empty tensor)."""
 
-    def shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        *tensors, sinks, _seed, _numbers, _factors, _names = given
+    def shapes(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, sinks, _seed, _numbers, _factors, _names = args
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3])
         return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
     return operator(name, fake=shapes)
 
 
-def _call(*given: Any) -> tuple[Mask, dict[str, Any]]:
-    """What an op's arguments mean: the mask, and the options of the block functions."""
-    starts, ends, prefix, seed, (left, right, padded, deterministic), (scale, softcap, dropout), backend = given
+def _mask_and_options(*args: Any) -> tuple[Mask, dict[str, Any]]:
+    """Unpack an operator's arguments into the mask and the options of the block functions."""
+    starts, ends, prefix, seed, (left, right, padded, deterministic), (scale, softcap, dropout), backend = args
     mask = Mask.from_bounds(Bounds(left, right, bool(padded), starts, ends, prefix))
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     return mask, options | dict(deterministic=bool(deterministic))
@@ -142,7 +220,7 @@ def attention_forward(
     factors: list[float],  # scale, softcap, dropout
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    mask, options = _call(starts, ends, prefix, seed, numbers, factors, backend)
+    mask, options = _mask_and_options(starts, ends, prefix, seed, numbers, factors, backend)
     carry = None if sinks is None else sink_carry(sinks, q)
     return block_forward(q, k, v, mask, carry=carry, **options)
 
@@ -164,8 +242,8 @@ def attention_backward(
     numbers: list[int],
     factors: list[float],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
-    mask, options = _call(starts, ends, prefix, seed, numbers, factors, backend)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dsinks (empty without sinks)
+    mask, options = _mask_and_options(starts, ends, prefix, seed, numbers, factors, backend)
     delta = output_delta(dout, out, dlse, backend=backend, mask=mask)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
@@ -173,11 +251,11 @@ def attention_backward(
 
 
 def sink_carry(sinks: Tensor, q: Tensor) -> Carry:
-    """A sink is the softmax of one key with value 0, before any other: out 0 and lse = sink."""
+    """Return the carry of a sink, the softmax over one key with value 0: out 0 (None) and lse = sink."""
     return None, sinks.to(accumulation_dtype(q.dtype))[None, :, None].expand(q.shape[0], -1, q.shape[1])
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key with value 0, so its dp is 0 and ds = p (0 - delta)."""
+    """Return dsinks: a sink is a key with value 0, so its dp is 0 and ds = p (0 − delta)."""
     weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -torch.where(lse == -float("inf"), 0, weight * delta).sum((0, 2)).to(sinks.dtype)

@@ -1,12 +1,12 @@
-"""The block functions that rings are made of, for any backend: what `kernels` gives to `parallel`.
+"""The block functions, from which a ring is built, for any backend: `block_forward`, `output_delta`, `block_backward`.
 
     out, lse = block_forward(q, k, v, mask, q_at=[(start, step, count), …], k_at=[…], carry=None, last=True, …)
     delta    = output_delta(dout, out, dlse)
-    block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, …)       adds in place
+    block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, …)       accumulates in place
 
-A block is some queries and some keys with where they stand in the whole sequence. The forward continues the softmax that
-the carry (out, lse) of earlier blocks left; carry, lse, delta and the gradients are fp32, fp64 for fp64 inputs. Everything
-is checked before a kernel starts, and nothing here waits for the device.
+A block is some rows of queries, some rows of keys, and their positions in the whole sequence. The forward continues the
+online softmax of the carry (out, lse) of earlier blocks. Carry, lse, delta and gradient sums are fp32, or fp64 for fp64
+inputs. Arguments are validated before a kernel is launched, and no call synchronises with the device.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ from ringspan.kernels.backends.block import Block, Carry, Gradients
 from ringspan.kernels.backends.choose import backend_module, choose_backend
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.runtime.call_cache import (
-    EVERYTHING,
+    FULL_MASK,
     CachedCall,
     Positions,
+    call_key,
+    freeze_segments,
     lookup,
-    read_once,
-    rules_of,
     tensor_signatures,
 )
-from ringspan.kernels.segments import Segment, check_segments, positions, whole
+from ringspan.kernels.segments import Segment, check_segments, one_segment, positions
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.kernels.validate import (
     check_address,
@@ -62,39 +62,65 @@ def block_forward(
     backend: str = "auto",
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, S, Hq, Dv) and lse (B, Hq, S) of everything in the carry and this block.
+    """Compute attention of one block of keys, continuing the softmax of earlier blocks.
 
-    Without q_at and k_at both are whole sequences, aligned at their ends. A carry's out may be None for zeros (a sink).
-    out has q's dtype after the `last` block and the carry's before. `into` names the tensors to write, which may be the
-    carry's own: a tile of queries reads its rows before it writes them. Where `into`'s lse is the carry's, the carry's out
-    may be written over, too. `deterministic` is always true here.
+    Without `q_at` and `k_at`, both are whole sequences, aligned at their ends. Rows past the end of the segments are
+    padding: they get out 0 and lse −inf.
+
+    Args:
+        q: Queries, (B, S, Hq, D), in float64, float32, bfloat16 or float16. D is 16 to 256 in steps of 8.
+        k: Keys of the block, (B, Sk, Hkv, D), in q's dtype. Hq is a multiple of Hkv.
+        v: Values of the block, (B, Sk, Hkv, Dv), in q's dtype.
+        mask: Visible keys, by global position. None: all keys.
+        q_at: Segments (start, step, count) with the global positions of q's rows. Passed with `k_at` or not at all.
+        k_at: Segments of the rows of k and v. Key positions are ≥ 0.
+        carry: (out, lse) of earlier blocks in the accumulation dtype: out (B, S, Hq, Dv), or None for zeros, and lse
+            (B, Hq, S). A sink is the carry (None, sink). None: no earlier block.
+        last: Whether this is the last block of these rows. If not, out keeps the accumulation dtype.
+        head_start: Global number of q's first head, for dropout.
+        scale: Factor of the scores. None: D ** −0.5.
+        softcap: Bound the scores: s ← softcap · tanh(s / softcap). 0: off.
+        dropout: Probability, in [0, 1), that an attention weight is set to 0.
+        seed: Seed of the dropout pattern, an int of 64 bits or an int64 tensor () or (B,), the same for every block.
+        deterministic: Accepted for symmetry with `block_backward`; a forward always is.
+        backend: "auto", "reference", "chunked", "triton" or "hopper".
+        into: (out, lse) tensors to write. They may be the carry's own, because each tile reads its rows before it writes
+            them. If its lse is the carry's, the carry's out may be overwritten too.
+
+    Returns:
+        out, (B, S, Hq, Dv), in q's dtype if `last`, else in the accumulation dtype; and lse, (B, Hq, S), in the
+        accumulation dtype: the results over the keys of the carry and of this block.
+
+    Raises:
+        ValueError: An argument has a wrong type, shape, dtype, device, stride or range, or the named backend cannot run
+            these inputs.
     """
-
     check_head_start(head_start)
-    segments = read_once(q_at), read_once(k_at)
+    segments = freeze_segments(q_at), freeze_segments(k_at)
 
-    def check() -> Positions:
-        place = _place(q, k, v, *segments)
+    def validate() -> Positions:
+        at = _validated_positions(q, k, v, *segments)
         check_block(q, v, carry, last, into)
-        return place
+        return at
 
-    bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
-    passed = lookup(
-        (tensor_signatures((q, k, v)), tensor_signatures(carry), tensor_signatures(into), last, segments, rules), check
+    bounds, rules = call_key(q, mask, seed, scale, softcap, dropout, deterministic, backend)
+    call = lookup(
+        (tensor_signatures((q, k, v)), tensor_signatures(carry), tensor_signatures(into), last, segments, rules), validate
     )
-    if rules and passed.replay:
+    if rules and call.replay:
         out, lse = into or new_outputs(q, v, last)
-        passed.replay(q, k, v, passed.bounds or bounds, carry, out, lse)
+        call.replay(q, k, v, call.bounds or bounds, carry, out, lse)
         return out, lse
-    options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options)
+    scale, softcap, dropout, seed = block_options(q, scale, softcap, dropout, seed, deterministic)
+    block_mask = _block_mask(q, k, mask, q_at, call)
+    block = Block(q, k, v, block_mask, *call.at, head_start, scale, softcap, dropout, seed)
     if into is not None:
         check_address("into's out", into[0])
-    run = backend_module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=False)
+    module = backend_module(choose_backend(backend, q, v, scale=scale, dropout=dropout), backward=False)
     out, lse = into or new_outputs(q, v, last)
     if lse.numel():
-        with _own_precision(q):
-            passed.replay = run.block_forward(block, carry, out, lse)
+        with _without_autocast(q):
+            call.replay = module.block_forward(block, carry, out, lse)
     return out, lse
 
 
@@ -107,9 +133,21 @@ def output_delta(
     mask: Mask | None = None,
     q_at: list[Segment] | None = None,
 ) -> Tensor:
-    """(B, Hq, S): rowsum(dout · out) − dlse, all that the backward needs of out.
+    """Compute delta = rowsum(dout · out) − dlse, from which `block_backward` needs no out.
 
-    Given a mask, rows of padding count 0 in the sum: their dout may be memory that nobody wrote.
+    Args:
+        dout: Gradient of out, (B, S, Hq, Dv).
+        out: Result of the last block, (B, S, Hq, Dv).
+        dlse: Gradient of lse, (B, Hq, S), in the accumulation dtype. None: zeros.
+        backend: Backend of the call; "triton" and "hopper" use a fused kernel.
+        mask: With a mask, padding rows count as 0 in the row sum, because their dout may be uninitialised memory.
+        q_at: Segments of the rows, used with `mask`. None: one whole sequence.
+
+    Returns:
+        delta, (B, Hq, S), in the accumulation dtype.
+
+    Raises:
+        ValueError: dout and out differ in shape, dlse does not match, or the named backend cannot run these inputs.
     """
     if dout.ndim != 4 or dout.shape != out.shape:
         raise ValueError(f"dout has shape {tuple(dout.shape)}, out {tuple(out.shape)}: they must agree and be (B, S, Hq, Dv)")
@@ -117,10 +155,10 @@ def output_delta(
         delta = backend_module("triton", backward=True).output_delta(dout, out)
     else:
         acc = accumulation_dtype(out.dtype)
-        with _own_precision(out):
+        with _without_autocast(out):
             delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
     if mask is not None and mask.has_padding:
-        lo, hi = mask.interval(positions(whole(out.shape[1]) if q_at is None else q_at, out.device))
+        lo, hi = mask.interval(positions(one_segment(out.shape[1]) if q_at is None else q_at, out.device))
         padding = lo > hi  # (rows,) or (B, rows)
         delta[:, :, : lo.shape[-1]].masked_fill_(padding[:, None] if padding.ndim == 2 else padding, 0)
     if dlse is not None:
@@ -151,95 +189,126 @@ def block_backward(
     backend: str = "auto",
     accumulate: bool | str = True,
 ) -> None:
-    """Adds this block's part to dq, dk and dv, given the final lse of all blocks and delta = output_delta(…).
+    """Accumulate the gradients of one block of keys in dq, dk and dv, in place.
 
-    With accumulate=False it overwrites them, and they may have the inputs' dtype. With accumulate="dq" it does so with dk and
-    dv alone, while dq adds up, as a ring wants it that sends a block's gradients off at once. `deterministic` asks for sums in
-    a fixed order, as all backends have anyway but hopper, where programs then wait for each other.
+    Args:
+        dout: Gradient of out, (B, S, Hq, Dv), in q's dtype.
+        q: Queries, (B, S, Hq, D).
+        k: Keys of the block, (B, Sk, Hkv, D).
+        v: Values of the block, (B, Sk, Hkv, Dv).
+        lse: Final lse over all blocks, (B, Hq, S), in the accumulation dtype.
+        delta: Result of `output_delta`, (B, Hq, S), in the accumulation dtype.
+        mask: As in `block_forward`.
+        q_at: As in `block_forward`.
+        k_at: As in `block_forward`.
+        dq: (B, S, Hq, D). The accumulation dtype where it is accumulated, else any float dtype.
+        dk: (B, Sk, Hkv, D), like dq.
+        dv: (B, Sk, Hkv, Dv), like dq.
+        head_start: Global number of q's first head, for dropout.
+        scale: As in the forward call.
+        softcap: As in the forward call.
+        dropout: As in the forward call.
+        seed: As in the forward call.
+        deterministic: Accumulate in a fixed order. All backends but `hopper` always do; there, thread blocks then wait
+            for each other.
+        backend: "auto", "reference", "chunked", "triton" or "hopper".
+        accumulate: True adds to dq, dk and dv. False overwrites them. "dq" adds to dq and overwrites dk and dv, for a
+            ring that sends each block's dk and dv at once.
+
+    Raises:
+        ValueError: An argument has a wrong type, shape, dtype, device, stride or range, or the named backend cannot run
+            these inputs.
     """
     if not (isinstance(accumulate, bool) or accumulate == "dq"):
         raise ValueError(f"accumulate={accumulate!r} must be True, False or 'dq'")
     gradients = Gradients(dout, lse, delta, dq, dk, dv)
-
     check_head_start(head_start)
-    segments = read_once(q_at), read_once(k_at)
+    segments = freeze_segments(q_at), freeze_segments(k_at)
 
-    def check() -> Positions:
-        place = _place(q, k, v, *segments)
+    def validate() -> Positions:
+        at = _validated_positions(q, k, v, *segments)
         check_gradients(q, k, v, gradients, accumulate)
-        return place
+        return at
 
-    bounds, rules = rules_of(q, mask, seed, scale, softcap, dropout, deterministic, backend)
-    passed = lookup((tensor_signatures((q, k, v, *gradients)), accumulate, segments, rules), check)
-    if rules and passed.replay:
-        passed.replay(q, k, v, passed.bounds or bounds, gradients)
+    bounds, rules = call_key(q, mask, seed, scale, softcap, dropout, deterministic, backend)
+    call = lookup((tensor_signatures((q, k, v, *gradients)), accumulate, segments, rules), validate)
+    if rules and call.replay:
+        call.replay(q, k, v, call.bounds or bounds, gradients)
         return
-    options = block_options(q, scale, softcap, dropout, seed, deterministic)
-    block = Block(q, k, v, _mask(q, k, mask, q_at, passed), *passed.at, head_start, *options, deterministic)
+    scale, softcap, dropout, seed = block_options(q, scale, softcap, dropout, seed, deterministic)
+    block_mask = _block_mask(q, k, mask, q_at, call)
+    block = Block(q, k, v, block_mask, *call.at, head_start, scale, softcap, dropout, seed, deterministic)
     for name, gradient in (("dq", dq), ("dk", dk), ("dv", dv)):
         check_address(name, gradient)
-    run = backend_module(choose_backend(backend, q, v, scale=block.scale, dropout=dropout), backward=True)
-    if accumulate == "dq" and not getattr(run, "ADDS_DQ_ALONE", False):
+    module = backend_module(choose_backend(backend, q, v, scale=scale, dropout=dropout), backward=True)
+    if accumulate == "dq" and not getattr(module, "ADDS_DQ_ALONE", False):
         dk.zero_()
         dv.zero_()
         accumulate = True
     if lse.numel():
-        with _own_precision(q):
-            passed.replay = run.block_backward(block, gradients, accumulate)
-    elif accumulate is not True:  # no queries, no gradients
+        with _without_autocast(q):
+            call.replay = module.block_backward(block, gradients, accumulate)
+    elif accumulate is not True:  # no queries: zero gradients
         dk.zero_()
         dv.zero_()
 
 
-def _place(q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None) -> Positions:
+def _validated_positions(
+    q: Tensor, k: Tensor, v: Tensor, q_at: Iterable[Segment] | None, k_at: Iterable[Segment] | None
+) -> Positions:
     check_qkv(q, k, v)
     if (q_at is None) != (k_at is None):
-        raise ValueError("q_at and k_at are given together or not at all")
+        raise ValueError("q_at and k_at must be passed together or not at all")
     if q_at is None or k_at is None:
-        q_at, k_at = whole(q.shape[1], k.shape[1] - q.shape[1]), whole(k.shape[1])
+        q_at, k_at = one_segment(q.shape[1], k.shape[1] - q.shape[1]), one_segment(k.shape[1])
     q_at, k_at = check_segments("q_at", q_at, q.shape[1]), check_segments("k_at", k_at, k.shape[1])
     if any(start < 0 for start, _, _ in k_at):
-        raise ValueError(f"k_at={k_at}: keys stand at positions >= 0; queries before the first key may be negative")
+        raise ValueError(f"k_at={k_at}: key positions must be >= 0; queries before the first key may be negative")
     return q_at, k_at
 
 
-def _mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, passed: CachedCall) -> Mask:
-    """Checked; and where it hides nothing, as of most of a causal ring's blocks, none: then kernels have nothing to compare."""
-    mask = EVERYTHING if mask is None else mask
+def _block_mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | None, call: CachedCall) -> Mask:
+    """Validate the mask; replace one that covers the block by the full mask, with which kernels compare nothing.
+
+    Most blocks of a causal ring are covered.
+    """
+    mask = FULL_MASK if mask is None else mask
     if not isinstance(mask, Mask) or q_at is None:
         check_mask(q, k, mask)
     else:
         check_mask_batch(q, mask)
-    if not mask.hides_nothing(*passed.at):
+    if not mask.covers_block(*call.at):
         return mask
-    passed.bounds = EVERYTHING.bounds()
-    return EVERYTHING
+    call.bounds = FULL_MASK.bounds()
+    return FULL_MASK
 
 
 def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    """Allocate a forward's out (B, S, Hq, Dv) and lse (B, Hq, S)."""
     acc = accumulation_dtype(q.dtype)
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc)
     return out, q.new_empty((batch, heads, rows), dtype=acc)
 
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
-def _own_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast would lower our fp32 sums."""
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast, which would lower the precision of fp32 sums."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if device != "meta" and torch.is_autocast_enabled(device) else _NOTHING
+    return torch.autocast(device, enabled=False) if device != "meta" and torch.is_autocast_enabled(device) else _NO_CONTEXT
 
 
 def block_options(
     q: Tensor, scale: float | None, softcap: float, dropout: float, seed: int | Tensor | None, deterministic: bool
 ) -> tuple[float, float, float, Tensor | None]:
-    """The options as a Block has them: checked, a scale, and a seed that lives where q does."""
+    """Validate the options; return scale, softcap, dropout and seed as a Block holds them, the seed on q's device."""
     check_options(q, scale, softcap, dropout, seed, deterministic)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not dropout:
         return scale, float(softcap), 0.0, None
     if not isinstance(seed, Tensor):
-        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled there: no copy to wait for
+        assert seed is not None, "check_options rejects dropout without a seed"
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled on the device: no host-to-device copy
     return scale, float(softcap), float(dropout), seed

@@ -1,17 +1,17 @@
-"""A mask is an interval: the query at position p sees the keys lo(p) … hi(p), and nothing else.
+"""Interval masks: the query at position p attends to the keys lo(p) … hi(p) and to no other key.
 
-    lo(p) = max(0, document start, p - left)         hi(p) = min(Sk - 1, document end, p + right)
+    lo(p) = max(0, document start, p − left)         hi(p) = min(Sk − 1, document end, p + right)
 
-`causal` is right = 0. A window w means left = w - 1, and right = w - 1 unless causal; (left, right) is taken as given. A
-causal prefix lets everyone see its first keys: hi = max(hi, min(prefix - 1, document end)). Documents are runs of equal
-ids; a negative id is padding, which sees nothing and is seen by nothing (its interval is empty).
+`causal` means right = 0. A window w means left = w − 1, and right = w − 1 unless causal; (left, right) is used as it is.
+A causal prefix is visible to every query: hi = max(hi, min(prefix − 1, document end)). A document is a range of equal
+ids. A negative id is padding: its interval is empty, and no query attends to it.
 
-A query's position is where it stands among the keys. The last query stands at the last key, whether there are fewer queries
-than keys or more (then the first stand at negative positions).
+Positions count keys. The last query is at the position of the last key; with more queries than keys, the first queries
+are at negative positions.
 
-Why intervals and not a matrix or a function: lo and hi never decrease with the position, so the first and the last row of a
-tile bound everything the tile can see. Tiles outside are never loaded, tiles inside need no compare, and the queries that
-see a key form an interval too, which is all that the backward needs. Two numbers a row instead of S.
+Intervals, because lo and hi never decrease with p: the first and the last row of a tile bound the keys that the tile
+needs. Kernels skip tiles outside these bounds and compare nothing in tiles inside every row's interval. The queries that
+attend to one key form an interval too, which the backward uses. A mask costs two numbers per row instead of Sk.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.kernels.segments import POSITION_LIMIT, Segment, reach
+from ringspan.kernels.segments import POSITION_LIMIT, Segment, position_range
 
-NO_LIMIT = 2**31 - 1  # the value of hi where only the number of keys bounds it
-SENTINEL = -1  # "no left" or "no right" in Bounds
+NO_LIMIT = 2**31 - 1  # hi where only the number of keys bounds it
+SENTINEL = -1  # "unbounded" for left and right in Bounds
 
 
 class Bounds(NamedTuple):
-    """A mask as operators and kernels take it: three numbers and three small tensors, these on the device of q."""
+    """A mask in the form that operators and kernels take: three numbers, and three small tensors on q's device."""
 
     left: int  # SENTINEL: unbounded
     right: int  # SENTINEL: unbounded; 0 when causal
-    padded: bool  # whether ids may be negative; assumed of ids on a GPU, where to look would mean to wait
+    padded: bool  # whether ids may be negative; assumed for ids on a GPU, because reading them needs a host sync
     starts: Tensor | None  # int32 (S,) or (B, S): first position of each position's document
-    ends: Tensor | None  # int32, last position; starts - 1 for padding
+    ends: Tensor | None  # int32, like starts: last position; starts - 1 for padding
     prefix: Tensor | None  # int32 (1,) or (B,)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """starts, ends and prefix."""
+        return self.starts, self.ends, self.prefix
 
 
 class Mask:
-    """Which keys a query sees. All rules compose, but a prefix and a window; see the module's first lines for their meaning."""
+    """The keys that each query attends to. All rules compose, except a prefix with a window.
+
+    A mask holds its rules and document ids, not a matrix, and can be used for any number of calls. Tensors that a call
+    needs on another device are copied there once, without a host sync.
+
+    Args:
+        causal: Let the query at position p attend to keys j ≤ p only.
+        window: An int w ≥ 1 lets a query attend to keys within w − 1 positions: p − w < j < p + w, and j ≤ p if causal. A
+            pair (left, right) of ints ≥ 0 gives p − left ≤ j ≤ p + right. None: no window.
+        documents: Integer ids, (S,) or (B, S), for S queries and S keys. A query attends to keys of its own document.
+            Equal neighbours form one document. Negative ids are padding: such rows attend to no key, and no query
+            attends to them.
+        prefix: Number of first keys that every query attends to, within its document: an int ≥ 0 or integers of shape
+            (B,). Needs causal=True and no window.
+
+    Raises:
+        ValueError: An argument has the wrong type, shape or range, or `prefix` is used without `causal` or with a window.
+
+    Example:
+        >>> Mask(causal=True, window=4096)
+        >>> Mask.from_lengths([512, 3584], causal=True)
+    """
 
     def __init__(
         self,
@@ -48,22 +74,22 @@ class Mask:
         prefix: int | Tensor | None = None,
     ) -> None:
         if not isinstance(causal, bool):
-            raise ValueError(f"causal={causal!r} must be True or False (a window is given by name: window=…)")
+            raise ValueError(f"causal={causal!r} must be True or False (a window is passed by name: window=…)")
         self.causal = causal
         left, right = _window(window, self.causal)
         if prefix is not None and (not self.causal or window is not None):
             raise ValueError(
-                f"prefix needs causal=True and no window (given causal={causal}, window={window}): "
-                "a prefix widens a causal mask; without causal every key is seen anyway"
+                f"prefix with causal={causal}, window={window}: a prefix widens a causal mask, so it needs causal=True and "
+                "no window"
             )
         self.window = window
-        with torch.inference_mode(False):  # a tensor of inference mode could never be saved for a backward
+        with torch.inference_mode(False):  # autograd cannot save an inference tensor for a backward
             self.documents = None if documents is None else _documents(documents)
             self.prefix = None if prefix is None else _prefix(prefix)
-            starts, ends = (None, None) if self.documents is None else _runs(self.documents)
+            starts, ends = (None, None) if self.documents is None else _document_bounds(self.documents)
         padded = self.documents is not None and _may_be_negative(self.documents)
         self._bounds = Bounds(left, right, padded, starts, ends, self.prefix)
-        self._elsewhere: dict[torch.device, Bounds] = {}
+        self._bounds_on: dict[torch.device, Bounds] = {}
 
     @classmethod
     def from_lengths(
@@ -73,97 +99,127 @@ class Mask:
         window: int | tuple[int, int] | None = None,
         prefix: int | Tensor | None = None,
     ) -> "Mask":
-        """Documents packed one after another, given by their lengths: `Mask.from_lengths([512, 3584], causal=True)`."""
+        """Return the mask of documents that are packed one after another.
+
+        Args:
+            lengths: Length of each document: a flat list or tensor of ints ≥ 0. S is their sum.
+            causal: As in `Mask`.
+            window: As in `Mask`.
+            prefix: As in `Mask`.
+
+        Raises:
+            ValueError: `lengths` is not flat, or holds anything but ints ≥ 0.
+
+        Example:
+            >>> Mask.from_lengths([512, 3584], causal=True)
+        """
         counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         if not isinstance(counts, list | tuple) or not all(type(n) is int and n >= 0 for n in counts):
-            raise ValueError(f"lengths must be a flat list of integers >= 0, not {lengths}: give ids for a batch")
+            raise ValueError(f"lengths={lengths} must be a flat list of integers >= 0: for a batch pass Mask(documents=ids)")
         ids = [torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(counts)]
         return cls(causal, window, torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32), prefix)
 
     def bounds(self, device: torch.device | str = "cpu") -> Bounds:
-        """The mask's numbers on a device, moved there once and without waiting for it."""
-        tensors = [t for t in self._bounds[3:] if t is not None]
+        """Return the mask's numbers with its tensors on `device`; they are copied there once, without a host sync."""
+        bounds = self._bounds
+        tensors = [t for t in bounds.tensors if t is not None]
         if not tensors:
-            return self._bounds
+            return bounds
         device = torch.device(device)
         if all(t.device == device for t in tensors):
-            return self._bounds
-        if device not in self._elsewhere:
+            return bounds
+        if device not in self._bounds_on:
             with torch.inference_mode(False):
-                self._elsewhere[device] = Bounds(*self._bounds[:3], *(_send(t, device) for t in self._bounds[3:]))
-        return self._elsewhere[device]
+                starts, ends, prefix = (_copy(t, device) for t in bounds.tensors)
+                self._bounds_on[device] = bounds._replace(starts=starts, ends=ends, prefix=prefix)
+        return self._bounds_on[device]
 
     @classmethod
     def from_bounds(cls, bounds: Bounds) -> "Mask":
-        """The other way: inside an operator a mask arrives as its numbers."""
-        mask = cls.__new__(cls)  # __init__ would work out what is known, in every call
+        """Return the mask with these bounds: the inverse of `bounds`, for operators, which receive numbers and tensors."""
+        mask = cls.__new__(cls)  # __init__ would compute the bounds again in every call
         mask.causal, mask.window = bounds.right == 0, None if bounds.left == SENTINEL else (bounds.left, bounds.right)
         mask.documents, mask.prefix = None, bounds.prefix
-        mask._bounds, mask._elsewhere = bounds, {}
+        mask._bounds, mask._bounds_on = bounds, {}
         return mask
 
-    def coarse(self) -> "Mask":
-        """A mask that lets through at least as much and is known on the CPU: for choosing tiles without waiting for a GPU.
+    def host_mask(self) -> "Mask":
+        """Return a mask on the CPU that hides no key that this mask shows, so that the host can select tiles and blocks.
 
-        Documents and prefixes that were given on another device are left out: kernels apply them, but choose no tiles by them.
+        Documents and prefixes on another device are left out: reading them would need a host sync. Kernels still apply
+        them to the tiles that the host selects.
         """
-        left, right, padded, *tensors = self._bounds
-        if all(t is None or t.device.type == "cpu" for t in tensors):
+        bounds = self._bounds
+        if all(t is None or t.device.type == "cpu" for t in bounds.tensors):
             return self
-        return Mask.from_bounds(Bounds(left, right if tensors[2] is None else SENTINEL, padded, None, None, None))
+        right = bounds.right if bounds.prefix is None else SENTINEL
+        return Mask.from_bounds(Bounds(bounds.left, right, bounds.padded, None, None, None))
 
     @property
     def has_padding(self) -> bool:
-        """Whether some position may see nothing and be seen by nothing; on a GPU nobody waits to look, so there it may."""
+        """Whether a position may be padding. Assumed for documents on a GPU, where reading ids needs a host sync."""
         return self._bounds.padded
 
     @property
     def length(self) -> int | None:
-        """How many positions the documents describe, if there are any."""
+        """Number of positions that the documents describe; None without documents."""
         starts = self._bounds.starts
         return None if starts is None else starts.shape[-1]
 
     @property
     def documents_batch(self) -> int | None:
-        """The batch size that documents are given for; None if one row serves any."""
+        """Batch size of the documents; None if one row serves any batch."""
         starts = self._bounds.starts
         return starts.shape[0] if starts is not None and starts.ndim == 2 and starts.shape[0] != 1 else None
 
     @property
     def prefix_batch(self) -> int | None:
+        """Batch size of the prefix; None if one number serves any batch."""
         prefix = self._bounds.prefix
         return prefix.shape[0] if prefix is not None and prefix.shape[0] != 1 else None
 
-    def hides_nothing(self, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> bool:
-        """Whether all queries of these segments see all keys of those; no, if only documents or a prefix could tell."""
-        left, right, _, starts, _, _ = self._bounds
-        if starts is not None or not q_at or not k_at:
+    def covers_block(self, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> bool:
+        """Return whether every query of these segments attends to every key of those, so that kernels need no mask.
+
+        Only causal and window rules are evaluated: with documents the result is False, and a prefix never makes it True.
+        """
+        bounds = self._bounds
+        if bounds.starts is not None or not q_at or not k_at:
             return False
-        (first_query, last_query), (first_key, last_key) = reach(q_at), reach(k_at)
-        return (left == SENTINEL or first_key >= last_query - left) and (right == SENTINEL or last_key <= first_query + right)
+        (first_query, last_query), (first_key, last_key) = position_range(q_at), position_range(k_at)
+        left_covers = bounds.left == SENTINEL or first_key >= last_query - bounds.left
+        return left_covers and (bounds.right == SENTINEL or last_key <= first_query + bounds.right)
 
     def interval(self, positions: Tensor, num_keys: int | None = None) -> tuple[Tensor, Tensor]:
-        """lo and hi (int64) of queries at these positions: (n,), or (B, n) if documents or prefix differ within a batch."""
-        left, right, _, starts, ends, prefix = self.bounds(positions.device)
+        """Return the first and last visible key, lo and hi, of queries at these positions.
+
+        Args:
+            positions: (n,) integers.
+            num_keys: Limit hi to num_keys − 1. None: no limit.
+
+        Returns:
+            lo and hi, int64, (n,); or (B, n) if documents or prefix differ within a batch. lo > hi: no visible key.
+        """
+        bounds = self.bounds(positions.device)
         p = positions.to(torch.int64)
-        first, last = _document(p, starts, ends)
-        lo = first.clamp(min=0) if left == SENTINEL else torch.maximum(first, p - left).clamp(min=0)
+        first, last = _document_of(p, bounds)
+        lo = first.clamp(min=0) if bounds.left == SENTINEL else torch.maximum(first, p - bounds.left).clamp(min=0)
         hi = last
-        if right != SENTINEL:
-            reach = p + right
-            if prefix is not None:
-                reach = torch.maximum(reach, prefix.to(torch.int64)[:, None] - 1)
-            hi = torch.minimum(last, reach)
+        if bounds.right != SENTINEL:
+            last_visible = p + bounds.right
+            if bounds.prefix is not None:
+                last_visible = torch.maximum(last_visible, bounds.prefix.to(torch.int64)[:, None] - 1)
+            hi = torch.minimum(last, last_visible)
         if num_keys is not None:
             hi = hi.clamp(max=num_keys - 1)
         lo, hi = torch.broadcast_tensors(lo, hi)
         return (lo[0], hi[0]) if lo.ndim == 2 and lo.shape[0] == 1 else (lo, hi)
 
     def visible(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """bool (B or 1, n, m): who sees whom, written out. For the reference and for tests."""
+        """Return the mask as a matrix: bool (B or 1, queries, keys). For the reference backend and for tests."""
         lo, hi = self.interval(q_positions)
-        seen = (k_positions >= lo[..., None]) & (k_positions <= hi[..., None])
-        return seen if seen.ndim == 3 else seen[None]
+        visible = (k_positions >= lo[..., None]) & (k_positions <= hi[..., None])
+        return visible if visible.ndim == 3 else visible[None]
 
     def __repr__(self) -> str:
         shape = None if self._bounds.starts is None else tuple(self._bounds.starts.shape)
@@ -175,7 +231,7 @@ def _window(window: int | tuple[int, int] | None, causal: bool) -> tuple[int, in
         return SENTINEL, 0 if causal else SENTINEL
     if isinstance(window, int) and not isinstance(window, bool):
         if window < 1:
-            raise ValueError(f"window={window}: a window counts the query itself, so it must be >= 1 (None for no window)")
+            raise ValueError(f"window={window}: a window includes the query itself, so it must be >= 1 (None for no window)")
         left, right = window - 1, window - 1
     elif isinstance(window, tuple | list) and len(window) == 2 and all(type(w) is int for w in window):
         left, right = window
@@ -214,8 +270,8 @@ def _may_be_negative(ids: Tensor) -> bool:
     return torch.compiler.is_compiling() or ids.device.type != "cpu" or bool((ids < 0).any())
 
 
-def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last position of the run of equal ids around each position; an empty interval for negative ids."""
+def _document_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last position of each position's document; an empty interval for negative ids."""
     length = ids.shape[-1]
     index = torch.arange(length, device=ids.device).expand(ids.shape)
     if length == 0:
@@ -225,26 +281,27 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.where(torch.cat([edge, change], -1), index, 0).cummax(-1).values
     ends = torch.where(torch.cat([change, edge], -1), index, length).flip(-1).cummin(-1).values.flip(-1)
     ends = torch.where(ids < 0, starts - 1, ends)
-    return starts.to(torch.int32).contiguous(), ends.to(torch.int32).contiguous()  # kernels know one stride, of both
+    return starts.to(torch.int32).contiguous(), ends.to(torch.int32).contiguous()  # kernels use one stride for both
 
 
-def _document(p: Tensor, starts: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The document around each position; positions that no document describes get an empty interval."""
+def _document_of(p: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """First and last position of the document at each p; an empty interval outside all documents."""
+    starts, ends = bounds.starts, bounds.ends
     if starts is None or ends is None:
         return torch.zeros_like(p), torch.full_like(p, NO_LIMIT)
     length = starts.shape[-1]
     if length == 0:
         return torch.zeros_like(p), torch.full_like(p, -1)
-    at = p.clamp(0, length - 1)
-    first, last = starts[..., at].to(torch.int64), ends[..., at].to(torch.int64)
+    index = p.clamp(0, length - 1)
+    first, last = starts[..., index].to(torch.int64), ends[..., index].to(torch.int64)
     first = torch.where(p >= length, length, first)
     last = torch.where(p >= length, length - 1, torch.where(p < 0, -1, last))
     return first, last
 
 
-def _send(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def _copy(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if tensor is None or tensor.device == device:
         return tensor
     if device.type == "cuda" and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        tensor = tensor.pin_memory()  # from pageable memory the copy would wait (and Dynamo cannot trace this)
-    return tensor.to(device, non_blocking=device.type == "cuda")  # on the CPU it has to be there before it is read
+        tensor = tensor.pin_memory()  # a copy from pageable memory would block the host (Dynamo cannot trace pin_memory)
+    return tensor.to(device, non_blocking=device.type == "cuda")  # a copy to the CPU must finish before the host reads it

@@ -1,13 +1,13 @@
-"""Attention of a model that writes: one query a sequence, over keys and values that lie in pages.
+"""Attention for decoding: one query per sequence, over keys and values in pages.
 
-    out = paged_attention(q, keys, values, table, lengths)      q (B, Hq, D), keys and values (pages, page, Hkv, D)
+    out = paged_attention(q, keys, values, table, lengths)      q (B, Hq, D), keys and values (pages, page length, Hkv, D)
 
-A text grows by one token at a time, and nobody knows how far. So the memory for keys and values is cut into pages, and a table
-says which pages a sequence has, in order: it takes one more when it needs it, and sequences that begin alike share pages
-(PagedAttention). And one query a sequence is too little work for a GPU if each has one program: the keys are dealt out to as
-many programs as keep it busy, each ends with its own softmax, and lse weighs them (Flash-Decoding).
+PagedAttention: the memory of keys and values is divided into pages, and a table lists the pages of each sequence in order. A
+sequence takes another page when it needs one, so its length need not be known in advance; sequences with a common beginning
+share pages.
 
-Nothing here has a gradient.
+Flash-Decoding: one thread block per sequence and key head is too little work for a GPU. The keys of a sequence are split over
+as many thread blocks as keep the GPU busy. Each thread block writes the softmax over its part, and lse weights the parts.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from ringspan.kernels.attention import attention
 from ringspan.kernels.mask import NO_LIMIT, Mask
 from ringspan.kernels.validate import check_options
 
-PROGRAMS = 4  # for each multiprocessor: while some wait for what they load, others have theirs
+BLOCKS_PER_SM = 4  # thread blocks per SM, so that some compute while others wait for loads
 
 
 class PagedInputs(NamedTuple):
-    """As `paged_attention` takes them."""
+    """Tensor arguments of `paged_attention`."""
 
     q: Tensor
     keys: Tensor
@@ -33,50 +33,75 @@ class PagedInputs(NamedTuple):
 
 
 def paged_attention(
-    q: Tensor,  # (B, Hq, D): of each sequence the last token's
+    q: Tensor,  # (B, Hq, D)
     keys: Tensor,  # (pages, page, Hkv, D)
     values: Tensor,  # (pages, page, Hkv, Dv)
-    table: Tensor,  # int32 (B, most): a sequence's pages; behind them anything
-    lengths: Tensor,  # int32 (B,): how many keys it has, the query's own among them, so at least 1
+    table: Tensor,  # (B, max pages), int32
+    lengths: Tensor,  # (B,), int32
     window: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """What `attention` gives for a causal query that stands at its sequence's last key: (B, Hq, Dv). Options are its own."""
-    given = PagedInputs(q, keys, values, table, lengths)
-    _check(given, window, sinks, backend)
+    """Compute attention of each sequence's last token over keys and values in pages, for decoding. There is no gradient.
+
+    The result equals `attention` with Mask(causal=True, window=window) and one query at the position of the last key.
+
+    Args:
+        q: Query of each sequence's last token, (B, Hq, D).
+        keys: (pages, page length, Hkv, D), in q's dtype. Hq is a multiple of Hkv.
+        values: (pages, page length, Hkv, Dv), in q's dtype.
+        table: int32 (B, max pages): the pages of each sequence, in order. Entries past its last page are ignored.
+        lengths: int32 (B,): number of keys of each sequence, the query's own included, so at least 1.
+        window: Number of last keys that the query attends to, itself included. None: all.
+        scale: Factor of the scores. None: D ** −0.5.
+        softcap: Bound the scores: s ← softcap · tanh(s / softcap). 0: off.
+        sinks: (Hq,) floats: for each query head, the score of one extra key whose value is 0.
+        backend: "triton" (pages of a power of two ≥ 16 tokens, no float64), "gather" (copies each sequence's pages, then
+            calls `attention`), or "auto": "gather" on a CPU, otherwise "triton".
+
+    Returns:
+        (B, Hq, Dv), in q's dtype.
+
+    Raises:
+        ValueError: An argument has a wrong shape, dtype, device or range, or the backend cannot run these inputs.
+
+    Example:
+        >>> out = paged_attention(q, keys, values, table, lengths)
+    """
+    inputs = PagedInputs(q, keys, values, table, lengths)
+    _check(inputs, window, sinks, backend)
     check_options(q[:, None], scale, softcap, 0.0, None, False)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "gather" or (backend == "auto" and q.device.type == "cpu"):
-        return _gathered(given, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
-    from ringspan.kernels.backends.triton.paged_decode import launch  # only here: it needs Triton
+        return _gather(inputs, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
+    from ringspan.kernels.backends.triton.paged_decode import launch  # a local import, because it needs Triton
 
     multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    splits = splits_of(len(q) * keys.shape[2], table.shape[1], multiprocessors)
+    splits = num_splits(len(q) * keys.shape[2], table.shape[1], multiprocessors)
     shape = len(q), splits, q.shape[1]
     parts, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in ((*shape, values.shape[3]), shape))
-    launch(*given, parts, lse, window or NO_LIMIT, scale, softcap)()
-    return _weighed(parts, lse, sinks).to(q.dtype)
+    launch(*inputs, parts, lse, window or NO_LIMIT, scale, softcap)()
+    return _combine(parts, lse, sinks).to(q.dtype)
 
 
-def splits_of(num_programs: int, pages: int, multiprocessors: int) -> int:
-    """Into how many parts keys are dealt out, if there would be so many programs without."""
-    return max(1, min(pages, PROGRAMS * multiprocessors // num_programs))
+def num_splits(num_blocks: int, pages: int, multiprocessors: int) -> int:
+    """Return into how many parts to split the keys, if there are `num_blocks` thread blocks without a split."""
+    return max(1, min(pages, BLOCKS_PER_SM * multiprocessors // num_blocks))
 
 
-def _weighed(parts: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """One softmax of several over parts of the keys: (B, splits, Hq, Dv) and (B, splits, Hq). A sink is one of value 0."""
+def _combine(parts: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge softmaxes over parts of the keys: parts (B, splits, Hq, Dv), lse (B, splits, Hq). A sink is a part of value 0."""
     if sinks is not None:
         lse = torch.cat((lse, sinks.to(lse.dtype).expand(len(lse), 1, -1)), 1)
     weights = lse.softmax(1)[:, : parts.shape[1], :, None]
     return (weights * parts).sum(1)
 
 
-def _gathered(given: PagedInputs, mask: Mask, **options: Any) -> Tensor:
-    """Each sequence by itself, its pages put together first."""
-    q, keys, values, table, lengths = given
+def _gather(inputs: PagedInputs, mask: Mask, **options: Any) -> Tensor:
+    """Copy the pages of each sequence into contiguous memory and call `attention` per sequence."""
+    q, keys, values, table, lengths = inputs
     out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for index, length in enumerate(lengths.tolist()):
         pages = table[index, : -(-length // keys.shape[1])].long()
@@ -85,30 +110,30 @@ def _gathered(given: PagedInputs, mask: Mask, **options: Any) -> Tensor:
     return out
 
 
-def _check(given: PagedInputs, window: int | None, sinks: Tensor | None, backend: str) -> None:
-    q, keys, values, table, lengths = given
+def _check(inputs: PagedInputs, window: int | None, sinks: Tensor | None, backend: str) -> None:
+    q, keys, values, table, lengths = inputs
     if q.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or q.shape[2] != keys.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}: give q (B, Hq, D), keys "
             "(pages, page, Hkv, D) and values (pages, page, Hkv, Dv)"
         )
     if q.shape[1] % keys.shape[2]:
-        raise ValueError(f"q has {q.shape[1]} heads, keys have {keys.shape[2]}: give q a multiple of those")
+        raise ValueError(f"q has {q.shape[1]} heads, keys have {keys.shape[2]}: q's heads must be a multiple of theirs")
     if table.ndim != 2 or len(table) != len(q) or lengths.shape != q.shape[:1] or {table.dtype, lengths.dtype} != {torch.int32}:
         raise ValueError(
             f"table {tuple(table.shape)} {table.dtype}, lengths {tuple(lengths.shape)} {lengths.dtype} for {len(q)} sequences: "
-            "give int32 (B, most) and int32 (B,)"
+            "give int32 (B, max pages) and int32 (B,)"
         )
-    if len({x.dtype for x in (q, keys, values)}) > 1 or len({x.device for x in given}) > 1:
+    if len({x.dtype for x in (q, keys, values)}) > 1 or len({x.device for x in inputs}) > 1:
         raise ValueError("q, keys and values must have one dtype, and be on one device with table and lengths: move them")
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1, or None: it counts the query itself")
+        raise ValueError(f"window={window} must be at least 1, or None: it includes the query itself")
     if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks {tuple(sinks.shape)} must be ({q.shape[1]},): one a query head")
+        raise ValueError(f"sinks {tuple(sinks.shape)} must be ({q.shape[1]},): one per query head")
     if backend not in ("auto", "gather", "triton"):
         raise ValueError(f"backend={backend!r}: choose auto, gather or triton")
-    page, by_kernel = keys.shape[1], backend == "triton" or (backend == "auto" and q.device.type != "cpu")
-    if by_kernel and (q.dtype == torch.float64 or page < 16 or page & (page - 1)):
+    page, uses_kernel = keys.shape[1], backend == "triton" or (backend == "auto" and q.device.type != "cpu")
+    if uses_kernel and (q.dtype == torch.float64 or page < 16 or page & (page - 1)):
         raise ValueError(
             f"pages of {page} tokens in {q.dtype}: the kernel takes powers of two from 16 on, and no fp64; use backend='gather'"
         )

@@ -1,11 +1,16 @@
-"""Where the rows of a local tensor sit in the whole sequence.
+"""Map the rows of a local tensor to global positions with segments `(start, step, count)`.
 
-A tensor's rows are described by a list of segments `(start, step, count)`: row i of a segment stands at position
-`start + i * step`. A contiguous shard is one segment, a zigzag shard two, a striped shard one with step P. Rows behind the
-last segment are padding: they see nothing, nothing sees them, and what their memory holds is never used.
+Row i of a segment is at position `start + i * step`. The rows of a tensor follow the segments in order:
 
-Kernels take two ascending segments at most, because then positions ascend with the row and every interval of positions is
-an interval of rows. `ascending_runs` cuts any other list into pieces of that kind.
+    contiguous shard    [(32, 1, 32)]
+    zigzag shard        [(16, 1, 16), (64, 1, 16)]
+    striped shard       [(1, P, 32)]                  one of P ranks
+
+Rows past the end of the last segment are padding. They attend to no key, no query attends to them, and the contents of
+their memory never affect a result.
+
+A kernel takes at most two ascending segments: positions then ascend with the row, so each interval of positions is an
+interval of rows. `ascending_ranges` splits any other list into row ranges of that kind.
 """
 
 import functools
@@ -16,18 +21,23 @@ import torch
 from torch import Tensor
 
 Segment = tuple[int, int, int]
-Segments = tuple[Segment, ...]  # checked, and fit to be the key of a cache
-SegmentRows = tuple[slice, Segments]  # rows, and at most two segments whose positions ascend
+Segments = tuple[Segment, ...]  # validated and hashable, so usable as a cache key
+SegmentRows = tuple[slice, Segments]  # a row range and its segments: at most two, with ascending positions
 POSITION_LIMIT = 2**29  # kernels compute positions in int32, and sums of three of them must not overflow
 
 
-def whole(length: int, start: int = 0) -> list[Segment]:
-    """The segments of a tensor that is not sharded."""
+def one_segment(length: int, start: int = 0) -> list[Segment]:
+    """Return the segments of a tensor that is not sharded: positions start … start + length − 1."""
     return [(start, 1, length)]
 
 
 def check_segments(name: str, segments: Iterable[Segment], rows: int) -> Segments:
-    """The same segments without empty ones; neighbours that continue each other become one."""
+    """Validate segments for a tensor with `rows` rows; drop empty ones and merge those that continue each other.
+
+    Raises:
+        ValueError: A segment is not three ints, has step < 1 or count < 0, reaches position 2**29, or the segments
+            describe more than `rows` rows. The message begins with `name`.
+    """
     merged: list[Segment] = []
     for segment in segments:
         if len(segment) != 3 or not all(isinstance(number, int) for number in segment):
@@ -49,59 +59,63 @@ def check_segments(name: str, segments: Iterable[Segment], rows: int) -> Segment
 
 
 def num_rows(segments: Sequence[Segment]) -> int:
+    """Return the number of rows that the segments describe."""
     return sum(count for _, _, count in segments)
 
 
-def reach(segments: Sequence[Segment]) -> tuple[int, int]:
-    """The first and the last position."""
+def position_range(segments: Sequence[Segment]) -> tuple[int, int]:
+    """Return the lowest and the highest position."""
     return min(start for start, _, _ in segments), max(start + step * (count - 1) for start, step, count in segments)
 
 
 def cut(segments: Sequence[Segment], first: int, end: int) -> list[Segment]:
-    """The segments of the rows first … end - 1."""
+    """Return the segments of rows first … end − 1."""
     pieces = []
     for start, step, count in segments:
-        a, b = max(first, 0), min(end, count)
-        if a < b:
-            pieces.append((start + a * step, step, b - a))
+        low, high = max(first, 0), min(end, count)
+        if low < high:
+            pieces.append((start + low * step, step, high - low))
         first, end = first - count, end - count
     return pieces
 
 
 def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Tensor:
-    """(num_rows,) int64: the global position of each row."""
+    """Return the global position of each row: (num_rows,) int64."""
     parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-PIECE = 128  # rows that pieces have a multiple of: kernels are compiled again for numbers that 16 does not divide
+# Row counts of pieces are multiples of this, because Triton compiles a kernel again for sizes that 16 does not divide.
+PIECE_MULTIPLE = 128
 
 
-def in_pieces(run: SegmentRows, most: int) -> list[SegmentRows]:
-    """A run as runs of about as many rows each, `most` at most, but PIECE at least."""
-    rows, segments = run
+def split_rows(rows_at: SegmentRows, max_rows: int) -> list[SegmentRows]:
+    """Split a row range into pieces of about equal length, each at most max(`max_rows`, PIECE_MULTIPLE) rows long."""
+    rows, segments = rows_at
     count = rows.stop - rows.start
-    pieces = -(-count // max(PIECE, most // PIECE * PIECE))
-    each = max(1, -(-count // max(1, pieces * PIECE))) * PIECE
-    borders = [*range(0, count, each), count]
+    num_pieces = -(-count // max(PIECE_MULTIPLE, max_rows // PIECE_MULTIPLE * PIECE_MULTIPLE))
+    length = max(1, -(-count // max(1, num_pieces * PIECE_MULTIPLE))) * PIECE_MULTIPLE
+    borders = [*range(0, count, length), count]
     return [
-        (slice(rows.start + a, rows.start + b), tuple(cut(segments, a, b))) for a, b in itertools.pairwise(borders) if a < b
+        (slice(rows.start + low, rows.start + high), tuple(cut(segments, low, high)))
+        for low, high in itertools.pairwise(borders)
+        if low < high
     ]
 
 
 @functools.lru_cache(maxsize=4096)
-def ascending_runs(segments: Segments) -> tuple[SegmentRows, ...]:
-    """In row order, covering all rows."""
-    runs: list[SegmentRows] = []
+def ascending_ranges(segments: Segments) -> tuple[SegmentRows, ...]:
+    """Split segments into row ranges that a kernel can take, in row order; together they cover all rows."""
+    ranges: list[SegmentRows] = []
     row = 0
     for segment in segments:
         start, _, count = segment
-        if runs and len(runs[-1][1]) == 1:
-            rows, (before,) = runs[-1]
-            if before[0] + before[1] * (before[2] - 1) < start:
-                runs[-1] = slice(rows.start, row + count), (before, segment)
+        if ranges and len(ranges[-1][1]) == 1:
+            rows, (previous,) = ranges[-1]
+            if previous[0] + previous[1] * (previous[2] - 1) < start:
+                ranges[-1] = slice(rows.start, row + count), (previous, segment)
                 row += count
                 continue
-        runs.append((slice(row, row + count), (segment,)))
+        ranges.append((slice(row, row + count), (segment,)))
         row += count
-    return tuple(runs)
+    return tuple(ranges)

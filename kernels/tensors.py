@@ -1,29 +1,33 @@
-"""Tensor properties that checks, backends and transports share: accumulation dtype, row strides, 16-byte alignment."""
+"""Tensor properties shared by validation, backends and transports: accumulation dtype, row strides, alignment."""
 
 import functools
 
 import torch
 from torch import Tensor
 
+INF = float("inf")
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the carry, the statistics and the gradient sums: fp64 for fp64 inputs, fp32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @functools.lru_cache(maxsize=4096)
 def even_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether columns are consecutive and rows begin at multiples of 8 elements, as kernels read and write them."""
+    """Return whether columns are consecutive and rows begin at multiples of 8 elements, as kernels read and write them."""
     return strides[-1] == 1 and all(stride % 8 == 0 for stride, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with consecutive columns, and rows that begin at multiples of 8 elements and of 16 bytes.
+    """Return the tensor, or a copy, with consecutive columns and rows that begin at multiples of 8 elements and 16 bytes.
 
-    Triton knows of a stride only whether it is a multiple of 16, so kernels are told of the 8. Otherwise they would load
-    element by element, which is slow, and which Triton 3.6 gets wrong on sm_90 (seen with D 248, Dv 24).
+    Triton's specialisation only records whether 16 divides a stride, so kernels assume a multiple of 8 explicitly.
+    Otherwise they load element by element: slow, and wrong with Triton 3.6 on sm_90 (seen with D 248, Dv 24).
     """
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def is_aligned(tensor: Tensor) -> bool:
+    """Return whether kernels can read the tensor without a copy (see `aligned`)."""
     return even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)

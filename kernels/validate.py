@@ -1,5 +1,6 @@
-"""What callers may pass. Every check looks at shapes, dtypes, devices and Python numbers only, so none waits for a GPU, and
-every ValueError names the argument, what was given and what would work.
+"""Validation of call arguments. Each `check_…` raises a ValueError that names the argument, its value and what works.
+
+Checks read shapes, strides, dtypes, devices and Python numbers only, so none synchronises with a GPU.
 """
 
 import math
@@ -17,6 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Validate types, shapes, dtypes and devices of q (B, S, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
@@ -45,11 +47,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tangents(**inputs: Any) -> None:
-    """An operator lets no tangent through, and says nothing about it: what comes out would have none, which reads as 0."""
-    if torch.compiler.is_compiling():  # whose tracer need not know forward mode
+    """Reject forward-mode tangents. An operator would drop them without an error, and a missing tangent reads as 0."""
+    if torch.compiler.is_compiling():  # tracers need not support forward mode
         return
     for name, x in inputs.items():
-        if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:  # outside forward mode there is nothing to unpack
+        if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:  # None outside forward mode
             raise ValueError(
                 f"{name} has a tangent, but there is no forward-mode derivative here (torch.func.jvp, forward_ad): "
                 "differentiate in reverse mode, with backward() or torch.autograd.grad"
@@ -57,9 +59,9 @@ def check_tangents(**inputs: Any) -> None:
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
-    """For whole sequences: documents describe every position of both."""
+    """Validate the mask of whole sequences, in which documents describe every position of q and k."""
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a kernels.Mask or None, not {type(mask).__name__}: masks here are rules, not matrices")
+        raise ValueError(f"mask must be a ringspan.Mask or None, not {type(mask).__name__}: masks are rules, not matrices")
     if mask.length is not None and not mask.length == q.shape[1] == k.shape[1]:
         raise ValueError(
             f"documents describe {mask.length} positions, q has {q.shape[1]} and k has {k.shape[1]}: "
@@ -69,14 +71,16 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
 
 
 def check_mask_batch(q: Tensor, mask: Mask) -> None:
+    """Validate the batch sizes of documents and prefix against q's."""
     for name, size in (("documents", mask.documents_batch), ("prefix", mask.prefix_batch)):
         if size is not None and size != q.shape[0]:
-            raise ValueError(f"{name} are given for a batch of {size}, q has {q.shape[0]}: give one row, or one for each")
+            raise ValueError(f"{name} of batch size {size}, but q has {q.shape[0]}: pass one row, or one row per sequence")
 
 
 def check_head_start(head_start: int) -> None:
+    """Validate the global number of q's first head."""
     if type(head_start) is not int or head_start < 0:
-        raise ValueError(f"head_start={head_start!r} must be an int >= 0: the number of q's first head in the whole model")
+        raise ValueError(f"head_start={head_start!r} must be an int >= 0: the global number of q's first head")
 
 
 def check_options(
@@ -89,13 +93,13 @@ def check_options(
     *,
     may_draw: bool = False,
 ) -> None:
-    """may_draw: without a seed one is drawn."""
+    """Validate the options of a call. With `may_draw`, dropout needs no seed because the caller draws one."""
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic={deterministic!r} must be True or False")
     numbers = {"scale": 1.0 if scale is None else scale, "softcap": softcap, "dropout": dropout}
     for name, value in numbers.items():
         if isinstance(value, bool | str | Tensor) or value is None:
-            raise ValueError(f"{name}={value!r} must be a Python number: a tensor would have to be waited for")
+            raise ValueError(f"{name}={value!r} must be a Python number: reading a tensor would need a host sync")
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale} must be a finite number, or None for head_dim ** -0.5")
     if not 0 <= softcap < math.inf:
@@ -114,17 +118,19 @@ def check_options(
 
 
 def check_sinks(q: Tensor, sinks: Tensor) -> None:
+    """Validate sinks (Hq,): floats on q's device."""
     if not isinstance(sinks, Tensor):
         raise ValueError(f"sinks must be a tensor of shape ({q.shape[2]},), not {type(sinks).__name__}")
     if not sinks.is_floating_point() or sinks.shape != (q.shape[2],):
         raise ValueError(
-            f"sinks are {sinks.dtype} {tuple(sinks.shape)}; they must be floats of shape ({q.shape[2]},), one a query head"
+            f"sinks are {sinks.dtype} {tuple(sinks.shape)}; they must be floats of shape ({q.shape[2]},), one per query head"
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks are on {sinks.device}, but q is on {q.device}: move them with .to(device)")
 
 
 def check_block(q: Tensor, v: Tensor, carry: Carry | None, last: bool, into: tuple[Tensor, Tensor] | None) -> None:
+    """Validate the carry and the output tensors of block_forward."""
     acc = accumulation_dtype(q.dtype)
     batch, rows, heads, _ = q.shape
     shapes = (batch, rows, heads, v.shape[3]), (batch, heads, rows)
@@ -135,38 +141,42 @@ def check_block(q: Tensor, v: Tensor, carry: Carry | None, last: bool, into: tup
             if x is None and (name, part) == ("carry", "out"):
                 continue
             if x is None:
-                raise ValueError(f"{name}'s {part} is None; only a carry's out may be, for zeros")
+                raise ValueError(f"{name}'s {part} is None: only a carry's out may be None, for zeros")
             check_like(f"{name}'s {part}", x, shape, dtype, q.device)
     if into is not None:
         check_columns("into's out", into[0])
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, accumulate: bool | str) -> None:
+    """Validate the inputs and gradients of block_backward."""
     acc, stats = accumulation_dtype(q.dtype), (q.shape[0], q.shape[2], q.shape[1])
     check_like("dout", gradients.dout, (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     check_like("lse", gradients.lse, stats, acc, q.device)
     check_like("delta", gradients.delta, stats, acc, q.device)
     for name, grad, like in (("dq", gradients.dq, q), ("dk", gradients.dk, k), ("dv", gradients.dv, v)):
         if grad.shape != like.shape or grad.device != like.device or not grad.is_floating_point():
-            is_now = f"{grad.dtype} {tuple(grad.shape)} on {grad.device}"
-            raise ValueError(f"{name} is {is_now}; it must be floats of shape {tuple(like.shape)} on {like.device}")
+            actual = f"{grad.dtype} {tuple(grad.shape)} on {grad.device}"
+            raise ValueError(f"{name} is {actual}; it must be floats of shape {tuple(like.shape)} on {like.device}")
         check_columns(name, grad)
         if accumulate in (True, name) and grad.dtype != acc:
-            raise ValueError(f"{name} is {grad.dtype}: blocks add up in {acc} (or pass accumulate=False)")
+            raise ValueError(f"{name} is {grad.dtype}: blocks accumulate in {acc} (or pass accumulate=False)")
 
 
-def check_columns(name: str, written: Tensor) -> None:
-    if written.numel() and not even_rows(written.shape, written.stride()):
-        raise ValueError(f"{name} has strides {written.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
+def check_columns(name: str, output: Tensor) -> None:
+    """Validate the strides of a tensor that kernels write."""
+    if output.numel() and not even_rows(output.shape, output.stride()):
+        raise ValueError(f"{name} has strides {output.stride()}: kernels write rows of stride 1 that begin at multiples of 8")
 
 
-def check_address(name: str, written: Tensor) -> None:
-    if written.is_cuda and written.data_ptr() % 16:
+def check_address(name: str, output: Tensor) -> None:
+    """Validate the address of a tensor that kernels write."""
+    if output.is_cuda and output.data_ptr() % 16:
         raise ValueError(
             f"{name} begins at an address that 16 does not divide: slice it at a multiple of 8 elements, or copy it"
         )
 
 
 def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Validate shape, dtype and device of one tensor."""
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {tuple(shape)} on {device}")

@@ -1,4 +1,11 @@
-"""Choose the backend of a call: the named one if it can run, else a ValueError; `auto` by device and inputs."""
+"""Choose the backend of a call by name, or for "auto" by device and inputs.
+
+    hopper      sm_90, bf16 or fp16, no dropout, scale ≥ 1e-30
+    triton      any other call on a GPU with head dims up to 256, except in fp64
+    chunked     everything else
+
+RINGSPAN_LOG=1 prints each choice once, with the reason.
+"""
 
 import functools
 import importlib
@@ -12,9 +19,7 @@ from torch import Tensor
 from ringspan.kernels.runtime.triton_compat import hopper_runs_on, triton_runs_on
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
-
-
-MODULES = {
+MODULES = {  # name: (module of the forward, module of the backward)
     "reference": ("reference", "reference"),
     "chunked": ("chunked", "chunked"),
     "triton": ("triton.forward", "triton.backward"),
@@ -30,22 +35,26 @@ def choose_backend(
     scale: float = 1.0,
     dropout: float = 0.0,
 ) -> str:
-    """The backend that runs, or a ValueError that says why the named one cannot."""
+    """Return the backend that runs this call.
+
+    Raises:
+        ValueError: The named backend is unknown or cannot run these inputs; the message says why and names one that can.
+    """
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r}: choose one of {('auto', *BACKENDS)}")
     obstacles = {"triton": _triton_obstacle(q, v)}
     obstacles["hopper"] = _hopper_obstacle(q, scale, dropout) or obstacles["triton"]
     if obstacle := obstacles.get(name):
-        instead = "chunked" if obstacles["triton"] else "triton"
-        raise ValueError(f"backend={name!r} {obstacle}: use backend={instead!r}, or 'auto' to let the inputs decide")
+        alternative = "chunked" if obstacles["triton"] else "triton"
+        raise ValueError(f"backend={name!r} {obstacle}: use backend={alternative!r}, or 'auto' to let the inputs decide")
     if name != "auto":
         return name
     if obstacles["triton"] is None and q.device.type != "cpu":
         if obstacles["hopper"] is None:
-            return _say("hopper", "its kernels take these inputs")
-        return _say("triton", f"hopper {obstacles['hopper']}")
+            return _log("hopper", "its kernels take these inputs")
+        return _log("triton", f"hopper {obstacles['hopper']}")
     reason = obstacles["triton"]
-    return _say("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
+    return _log("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
 
 
 def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
@@ -67,23 +76,24 @@ def _hopper_obstacle(q: Tensor, scale: float, dropout: float) -> str | None:
     return f"takes scales from 1e-30 on, not {scale}" if scale < 1e-30 else None
 
 
-def _say(backend: str, reason: str) -> str:
+def _log(backend: str, reason: str) -> str:
     if os.environ.get("RINGSPAN_LOG") == "1" and not torch.compiler.is_compiling():
-        _say_once(backend, reason)
+        _log_once(backend, reason)
     return backend
 
 
 @functools.cache
-def _say_once(backend: str, reason: str) -> None:
+def _log_once(backend: str, reason: str) -> None:
     print(f"ringspan: attention runs on {backend}: {reason}", file=sys.stderr)
 
 
 @functools.cache
 def backend_module(backend: str, backward: bool) -> ModuleType:
+    """Import and return the module with the backend's block_forward or block_backward."""
     return importlib.import_module(f"ringspan.kernels.backends.{MODULES[backend][backward]}")
 
 
-def adds_in_memory(
+def adds_dq_atomically(
     q: Tensor,
     v: Tensor,
     *,
@@ -94,8 +104,8 @@ def adds_in_memory(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> bool:
-    """Whether block_backward leaves additions to dq to the memory, given its options. Then several may add at a time."""
+    """Return whether block_backward with these options adds to dq atomically, so that concurrent kernels may share one dq."""
     if deterministic:
         return False
     chosen = choose_backend(backend, q, v, scale=1.0 if scale is None else scale, dropout=dropout)
-    return getattr(backend_module(chosen, backward=True), "ADDS_DQ_IN_MEMORY", False)
+    return getattr(backend_module(chosen, backward=True), "ADDS_DQ_ATOMICALLY", False)

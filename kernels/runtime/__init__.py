@@ -1,1 +1,1 @@
-"""Operator registration, launch and call caches, and compatibility with Triton versions."""
+"""Operator registration, caches of validated calls and compiled launches, and compatibility with Triton versions."""

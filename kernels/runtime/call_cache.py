@@ -1,7 +1,8 @@
-"""What was asked before: calls of the block functions that passed their checks, and how to do the same again.
+"""Cache of validated block calls, so that a repeated call skips validation and the construction of a Block.
 
-A ring asks the same of other tensors again and again, some thousand times a second. A call is known by what its tensors look
-like, but not by what they hold or where they are, and by what it was told beside them, as far as that is plain numbers.
+A ring repeats the same calls with other tensors, some thousand times a second. The key of a call consists of the signatures
+of its tensors (shape, strides, dtype, device, alignment), the segments, the numbers of the mask and the options. Contents and
+addresses of tensors are not part of it. A cached call may also hold the backend's `replay`, a shorter path to the kernel.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,40 +17,40 @@ from ringspan.kernels.segments import Segment, Segments
 
 # forward: (q, k, v, bounds of the mask, carry, out, lse); backward: (q, k, v, bounds, gradients)
 Replay = Callable[..., Any]
-REMEMBERED = 4096  # calls that passed; then memory is emptied
-EVERYTHING = Mask()
-_PLAIN = {float, int, bool, str, type(None)}
-Positions = tuple[Segments, Segments]  # where queries and keys stand
+MAX_CALLS = 4096  # the cache is cleared when it holds this many
+FULL_MASK = Mask()
+_CACHEABLE_OPTIONS = {float, int, bool, str, type(None)}
+Positions = tuple[Segments, Segments]  # segments of the queries and of the keys
 
 
 class CachedCall:
-    """A call that passed its checks, and how a backend does it again, if it has a shorter way than from a block."""
+    """A validated call: its segments, and the backend's replay if it has one."""
 
     def __init__(self, at: Positions) -> None:
         self.at = at
         self.replay: Replay | None = None
-        # What `again` is given instead of the mask's own. (Calls whose masks this does not tell apart never ask `again`.)
+        # Replaces the mask's own bounds in a replay. A call that can be replayed has its mask in the key.
         self.bounds: Bounds | None = None
 
 
-_passed: dict[Any, CachedCall] = {}
+_calls: dict[Any, CachedCall] = {}
 
 
-def lookup(key: Any, check: Callable[[], Positions]) -> CachedCall:
-    """The call, remembered by all that it depends on: a ring asks the same of other tensors again and again."""
+def lookup(key: Any, validate: Callable[[], Positions]) -> CachedCall:
+    """Return the cached call with this key, or validate the call and cache it. torch.compile caches nothing."""
     if torch.compiler.is_compiling():
-        return CachedCall(check())
-    passed = _passed.get(key)
-    if passed is None:
-        passed = CachedCall(check())
-        if len(_passed) >= REMEMBERED:
-            _passed.clear()
-        _passed[key] = passed
-    return passed
+        return CachedCall(validate())
+    call = _calls.get(key)
+    if call is None:
+        call = CachedCall(validate())
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
 
 
 def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
-    """What the tensors are, but for their values and addresses; anything else by its type, which no check lets pass."""
+    """Return each tensor's signature; for anything else its type, which validation rejects."""
     if tensors is None:
         return None
     compiling = torch.compiler.is_compiling()
@@ -57,22 +58,26 @@ def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
 
 
 def tensor_signature(x: Tensor, compiling: bool) -> tuple[Any, ...]:
-    somewhere = x.is_cuda and not compiling and not isinstance(x, FakeTensor)
-    return x.shape, x.stride(), x.dtype, x.device, somewhere and x.data_ptr() % 16 == 0
+    """Return shape, strides, dtype, device, and whether CUDA memory begins at a multiple of 16 bytes."""
+    has_address = x.is_cuda and not compiling and not isinstance(x, FakeTensor)
+    return x.shape, x.stride(), x.dtype, x.device, has_address and x.data_ptr() % 16 == 0
 
 
-def rules_of(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:
-    """The mask as kernels take it, and all that a call was told beside its tensors, by which one like it is known; True is not
-    1 here. None if only a check can say what it was told: then nothing is done again without it."""
+def call_key(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:
+    """Return (mask bounds, key of the mask and the options).
+
+    The key includes the options' types, so that True and 1 differ. It is None when a replay is not possible: with a seed, or
+    with an option that is not a plain Python value. Such calls build a Block and validate their options every time.
+    """
     if not (isinstance(mask, Mask | None) and isinstance(q, Tensor)):
         return None, None
-    bounds = (EVERYTHING if mask is None else mask).bounds(q.device)
-    kinds = tuple(map(type, options))
-    if seed is not None or not _PLAIN.issuperset(kinds):
+    bounds = (FULL_MASK if mask is None else mask).bounds(q.device)
+    types = tuple(map(type, options))
+    if seed is not None or not _CACHEABLE_OPTIONS.issuperset(types):
         return bounds, None
-    return bounds, (bounds[:3], tensor_signatures(bounds[3:]), options, kinds)
+    return bounds, (bounds[:3], tensor_signatures(bounds[3:]), options, types)
 
 
-def read_once(at: Iterable[Segment] | None) -> Any:
-    """Read once: what is remembered and what is checked are then the same, whatever was given."""
+def freeze_segments(at: Iterable[Segment] | None) -> Any:
+    """Copy segments into tuples. An iterator can be read once only, and both the key and the validation read them."""
     return None if at is None else tuple(map(tuple, at))

@@ -1,8 +1,12 @@
-"""How a kernel is launched, many thousand times, with as little work for the host as can be.
+"""Launch Triton and Gluon kernels with little host time: `Launch`, and a cache of compiled launches.
 
-To work out a kernel's arguments from tensors and rules, and to find the kernel that Triton compiled for such arguments, takes
-longer than everything else that a call does. Both depend on what the tensors look like, and not on what they hold or where
-they are. So a launch that looks like one before takes that one's kernel and arguments, and puts its own tensors in.
+Computing a kernel's arguments from tensors and rules, and looking up the compiled kernel for them, takes more host time than
+the rest of a call. Both depend on the tensors' signatures only (shape, strides, dtype, device, alignment), not on contents or
+addresses. A launch whose kernel, rules and signatures were launched earlier takes the compiled kernel and the arguments from
+the cache, and replaces the tensors:
+
+    Launch(kernel, make, tensors, rules)()      miss: make(**tensors, **rules) → compile, run, cache
+                                                hit:  cached arguments with these tensors → run
 """
 
 from collections.abc import Callable, Iterable
@@ -14,39 +18,40 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-REMEMBERED = 4096  # launches; then memory is emptied
-Arguments = tuple[int, dict[str, Any]]  # how many programs, and what they are given, by name
+MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
+Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
 
 
 class CachedLaunch(NamedTuple):
-    """A launch as it was made before: all but the tensors."""
+    """A compiled launch and its arguments without tensors."""
 
     compiled: Any
     programs: int
     device: torch.device
     arguments: list[Any]
-    own: list[tuple[int, str]]  # which arguments are of a launch's own tensors, and their names
+    tensor_arguments: list[tuple[int, str]]  # index and name of each argument that is a launch's own tensor
 
     def launch(self, tensors: dict[str, Any]) -> None:
+        """Launch the kernel on these tensors, whose signatures must be those of the cached launch."""
         arguments = self.arguments.copy()
-        for index, name in self.own:
-            arguments[index] = _of(arguments[index], tensors[name])
-        with _on(self.device):
+        for index, name in self.tensor_arguments:
+            arguments[index] = _rebase(arguments[index], tensors[name])
+        with _on_device(self.device):
             self.compiled[self.programs, 1, 1](*arguments)
 
 
-_known: dict[Any, CachedLaunch] = {}
+_launches: dict[Any, CachedLaunch] = {}
 
 
 @dataclass
 class Launch:
-    """A kernel and what it is to work on: run it, or compile it ahead of time without a GPU.
+    """A kernel with its inputs: call it to run the kernel, or compile it ahead of time without a GPU.
 
-    make(**tensors, **rules) gives the arguments; it must look at nothing else. A tensor whose name an argument bears is that
-    argument, or what that descriptor describes, unless the argument is None; tuples of numbers and tensors count as tensors.
-    No other argument may hold a tensor: it would be the same one in all later launches.
+    `make(**tensors, **rules)` returns the arguments and must read nothing else. An argument with the name of a tensor is that
+    tensor, a descriptor of it, or None; a tuple of numbers and tensors counts as a tensor. No other argument may hold a
+    tensor, because later launches from the cache could not replace it.
 
-    It runs once: memory that a kernel counts in is among the tensors, and only new memory begins at 0.
+    A Launch runs once. Memory in which a kernel counts is one of the tensors, and only new memory begins at 0.
     """
 
     kernel: Any
@@ -55,48 +60,52 @@ class Launch:
     rules: dict[str, Any]
     ran: bool = False
 
-    def worked_out(self) -> Arguments:
-        programs, given = self.make(**self.tensors, **self.rules)
-        strangers = [name for name, x in given.items() if _has_memory(x) and _described(x) is not self.tensors.get(name)]
-        assert not strangers, f"not the tensors of these names, so later launches would be given others: {strangers}"
-        return programs, given
+    def make_arguments(self) -> Arguments:
+        """Return the number of thread blocks and the kernel's arguments."""
+        programs, arguments = self.make(**self.tensors, **self.rules)
+        unknown = [name for name, x in arguments.items() if _has_memory(x) and _base(x) is not self.tensors.get(name)]
+        assert not unknown, f"arguments={unknown} hold tensors that are not the tensors of these names: list them in tensors"
+        return programs, arguments
 
     def __call__(self) -> CachedLaunch | None:
-        """What is known of it from now on, for callers that know by themselves when a launch looks like this one."""
-        assert not self.ran, "a launch runs once: make another"
+        """Run the kernel; return the cached launch, which callers may replay for tensors with the same signatures."""
+        assert not self.ran, "a Launch runs once: make another"
         self.ran = True
-        looks = id(self.kernel), self.make, *self.rules.values(), *_signature(self.tensors.values())
-        known = _known.get(looks)
-        if known is not None:
-            known.launch(self.tensors)
-            return known
-        programs, given = self.worked_out()
+        key = id(self.kernel), self.make, *self.rules.values(), *_signature(self.tensors.values())
+        cached = _launches.get(key)
+        if cached is not None:
+            cached.launch(self.tensors)
+            return cached
+        programs, arguments = self.make_arguments()
         if programs == 0:
             return None
         device = next(x.device for x in self.tensors.values() if isinstance(x, Tensor))
-        with _on(device):
-            compiled = self.kernel[(programs,)](**given)
+        with _on_device(device):
+            compiled = self.kernel[(programs,)](**arguments)
         if compiled is None:  # Triton's interpreter compiles nothing
             return None
-        if len(_known) >= REMEMBERED:
-            _known.clear()
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
         names = self.kernel.arg_names
-        own = [(i, name) for i, name in enumerate(names) if self.tensors.get(name) is not None and given[name] is not None]
-        for _, name in own:  # to remember it is not to keep its memory
-            given[name] = _of(given[name], None)
-        known = _known[looks] = CachedLaunch(compiled, programs, device, [given[name] for name in names], own)
-        return known
+        tensor_arguments = [
+            (i, name) for i, name in enumerate(names) if self.tensors.get(name) is not None and arguments[name] is not None
+        ]
+        for _, name in tensor_arguments:  # the cache must not keep tensors alive
+            arguments[name] = _rebase(arguments[name], None)
+        cached = CachedLaunch(compiled, programs, device, [arguments[name] for name in names], tensor_arguments)
+        _launches[key] = cached
+        return cached
 
 
-def _signature(given: Iterable[Any]) -> list[Any]:
-    """What can be seen of tensors from outside, and of each only what arguments and compiling can depend on."""
+def _signature(values: Iterable[Any]) -> list[Any]:
+    """Return everything that arguments and compilation depend on: signatures of tensors, also in tuples, and other values."""
     return [
         (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
         if isinstance(x, Tensor)
         else tuple(_signature(x))
         if isinstance(x, tuple)
         else x
-        for x in given
+        for x in values
     ]
 
 
@@ -106,19 +115,19 @@ def _has_memory(argument: Any) -> bool:
     return isinstance(argument, Tensor | TensorDescriptor)
 
 
-def _described(argument: Any) -> Any:
+def _base(argument: Any) -> Any:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
-def _of(argument: Any, own: Any) -> Any:
-    """The argument as it is for another launch's tensor."""
+def _rebase(argument: Any, tensor: Any) -> Any:
+    """Return the argument for another tensor: the tensor itself, or the same descriptor of it."""
     if not isinstance(argument, TensorDescriptor):
-        return own
-    made = TensorDescriptor.__new__(TensorDescriptor)  # Triton's checks of it take long, and would say the same
-    made.__dict__ = argument.__dict__ | {"base": own}
-    return made
+        return tensor
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # __init__ would repeat checks that depend on the signature only
+    descriptor.__dict__ = argument.__dict__ | {"base": tensor}
+    return descriptor
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the tensors' device current, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()

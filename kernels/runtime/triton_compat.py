@@ -1,8 +1,8 @@
-"""Triton 3.6 to 3.9 and the machines it runs on: the one place that knows versions and chips."""
+"""Differences between Triton 3.6 to 3.9 and between chips: renamed functions, compiler limits, chip names, the interpreter."""
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Gluon changed names in 3.8 (loads and stores) and 3.7 (barrier); TMA additions have a function from 3.8 on.
+# Gluon renamed loads and stores in 3.8 and the barrier in 3.7; from 3.8 on it has a function for TMA reduce-add.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -22,31 +22,29 @@ else:
 
     @builtin
     def tma_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-        """Adds a tile in shared memory to what the descriptor describes; complete after tma.store_wait."""
-        place = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
+        """TMA reduce-add of a tile in shared memory to the descriptor's memory; complete after tma.store_wait."""
+        offsets = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, offsets, src.handle)
 
 
 @builtin
 def with_layout(memory: Any, layout: Any, _semantic: Any = None) -> Any:
-    """The same shared memory, read and written in another order. Its method lost an underscore in 3.9."""
+    """Reinterpret shared memory with another layout. The method lost its leading underscore in 3.9."""
     return _semantic.memdesc_reinterpret(memory, memory.dtype, memory.shape, getattr(layout, "value", layout))
 
 
-if TYPE_CHECKING:
-    pass
-
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# With Triton 3.9's assembler a store of dk or dv to shared memory puts the products in the loop before it one after another.
-GRADIENTS_LEAVE_BY_TMA = VERSION < (3, 9)
-# With Triton 3.8 numbers of 16 bits go through a branch in a register each, and registers do not suffice.
-PAIRS_GO_THROUGH_BRANCHES = gl.constexpr(VERSION != (3, 8))
+# Triton 3.9's assembler serialises the matmuls of the preceding loop if dk or dv is then stored to shared memory.
+STORE_GRADIENTS_BY_TMA = VERSION < (3, 9)
+# Cast weights to 16 bits before the mask's branch. Triton 3.8 keeps each 16-bit value in a register of its own across a
+# branch, and registers do not suffice.
+CAST_BEFORE_MASK = gl.constexpr(VERSION != (3, 8))
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-@torch.compiler.assume_constant_result  # else a compiler traces into the cache below, and warns of it
+@torch.compiler.assume_constant_result  # otherwise torch.compile traces into the cache below and warns
 def chip(device: torch.device) -> str:
-    """ "sm_90", "gfx942", … or "interpreter"; RINGSPAN_CHIP names a chip to compile for without having it."""
+    """Return "sm_90", "gfx942", … or "interpreter". RINGSPAN_CHIP overrides it, to compile for a chip without having it."""
     if INTERPRETED:
         return "interpreter"
     return os.environ.get("RINGSPAN_CHIP") or _chip(device.index or 0)
@@ -58,22 +56,24 @@ def _chip(index: int) -> str:
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     name = f"sm_{properties.major}{properties.minor}"
-    # what counts for tiles is shared memory: sm_86, sm_89 and sm_120 have 99 KB, data-centre chips 160 KB and more
+    # Tile sizes depend on shared memory: sm_86, sm_89 and sm_120 have 99 KB, data-centre chips 160 KB and more.
     if properties.shared_memory_per_block_optin < 160 * 1024:
         return name
     return {8: "sm_80", 9: "sm_90"}.get(properties.major, "sm_100")
 
 
 def triton_runs_on(device: torch.device) -> bool:
+    """Return whether the portable kernels run on this device: a GPU, or a CPU with Triton's interpreter."""
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
 def hopper_runs_on(device: torch.device) -> bool:
+    """Return whether the Hopper kernels run on this device."""
     return device.type != "cpu" and chip(device) == "sm_90"
 
 
 def _repair_interpreter() -> None:
-    """Triton's interpreter keeps bf16 as its bits, multiplies them as integers in `dot`, and truncates where GPUs round."""
+    """Patch Triton's interpreter, which multiplies the bit patterns of bf16 as integers in `dot` and truncates casts."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

@@ -1,10 +1,18 @@
-"""The sweep that every backend passes, on the CPU at these sizes and on a GPU at larger ones too."""
+"""Inputs of tests: the sweep of cases that every backend passes, and random inputs of the block functions.
 
+The sweep runs with these sizes on a CPU, and with larger ones too on a GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringspan.kernels.tensors import accumulation_dtype
 from tests.kernels.dense import Case
 
 
 def packed(*lengths: int) -> tuple[int, ...]:
-    """Ids of documents in a row; a negative length is padding."""
+    """Return the ids of consecutive documents with these lengths; a negative length is padding."""
     return tuple(i if n > 0 else -1 for i, n in enumerate(lengths) for _ in range(abs(n)))
 
 
@@ -64,3 +72,22 @@ CASES = [
     Case("transposed", layout="bhsd", causal=True, heads=(4, 2)),
     Case("strided", layout="strided", causal=True, width=24),
 ]
+
+LENGTH = 96
+BACKENDS_AND_DTYPES = [
+    ("reference", torch.float64),
+    ("chunked", torch.float64),
+    ("triton", torch.float32),
+    pytest.param("hopper", torch.bfloat16, marks=pytest.mark.hopper),
+]
+
+
+def random_inputs(dtype: torch.dtype, device: str, length: int = LENGTH, heads: int = 4, width: int = 16) -> list[Tensor]:
+    """q, k, v and dout, with two query heads per key head."""
+    sizes = (heads, heads // 2, heads // 2, heads)
+    return [torch.randn(2, length, h, width, dtype=dtype, device=device) for h in sizes]
+
+
+def gradient_sums(*like: Tensor, begin: float = 0.0) -> list[Tensor]:
+    """Tensors of these shapes in the accumulation dtype, filled with `begin`."""
+    return [torch.full_like(x, begin, dtype=accumulation_dtype(x.dtype)) for x in like]

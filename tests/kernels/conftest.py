@@ -1,4 +1,4 @@
-"""Tests marked `hopper` run the Hopper kernels: on an sm_90 GPU, or their source on the CPU where there is no GPU at all."""
+"""Tests marked `hopper` run the Hopper kernels on an sm_90 GPU, or in the emulator on a machine without a GPU."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from tests.conftest import HAS_GPU
 
 
 @pytest.fixture(autouse=True)
-def hopper_somewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper_or_emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("hopper") is None:
         return
     if not HAS_GPU:
-        from tests.kernels.backends.hopper.emulator import emulate  # only here: it imports the kernels, and triton with them
+        from tests.kernels.backends.hopper.emulator import emulate  # a local import, because it imports triton
 
         emulate(monkeypatch)
     elif not hopper_runs_on(torch.device("cuda")):

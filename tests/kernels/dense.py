@@ -1,6 +1,6 @@
-"""Attention as a dense matrix with torch's own autograd: the truth that shares no line with the kernels, and the error rule.
+"""Attention as dense matrices with torch's own autograd, the truth for tests, and the error rule.
 
-The mask is built from the rule's words (DESIGN: who sees whom), pair by pair, and not from intervals.
+No line is shared with the kernels. The mask is built pair by pair from the definition of each rule, not from intervals.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; its tensors are fresh random views into NaN-filled memory."""
+    """One configuration. Its tensors are new random views into NaN-filled memory."""
 
     name: str
     rows: int = 70
-    keys: int | None = None  # as many as rows
+    keys: int | None = None  # None: as many as rows
     heads: tuple[int, int] = (2, 2)
     width: int = 32
     v_width: int | None = None
@@ -39,7 +39,7 @@ class Case:
         return self.name
 
     def grown(self, factor: int) -> "Case":
-        """The same with everything that is counted in tokens that many times longer."""
+        """Return the case with all lengths and positions multiplied by `factor`."""
 
         def grow(x):
             return tuple(grow(y) for y in x) if isinstance(x, tuple) else x if x is None else x * factor
@@ -65,11 +65,11 @@ class Case:
             "v": (keys, self.heads[1], self.v_width or self.width),
             "dout": (self.rows, self.heads[0], self.v_width or self.width),
         }
-        made = {name: self._inside_nan(*size, dtype, device) for name, size in sizes.items()}
-        made["dlse"] = torch.randn(self.batch, self.heads[0], self.rows, device=device, dtype=torch.float32)
+        tensors = {name: self._inside_nan(*size, dtype, device) for name, size in sizes.items()}
+        tensors["dlse"] = torch.randn(self.batch, self.heads[0], self.rows, device=device, dtype=torch.float32)
         if self.sinks:
-            made["sinks"] = torch.randn(self.heads[0], device=device, dtype=torch.promote_types(dtype, torch.float32))
-        return made
+            tensors["sinks"] = torch.randn(self.heads[0], device=device, dtype=torch.promote_types(dtype, torch.float32))
+        return tensors
 
     def _inside_nan(self, rows: int, heads: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
         if self.layout == "bhsd":
@@ -85,30 +85,30 @@ class Case:
         return view
 
     def visible(self, device: str) -> Tensor:
-        """(B or 1, S, Sk) by the words of the rule."""
+        """Return the mask as bool (B or 1, S, Sk), from the definition of each rule."""
         keys = self.rows if self.keys is None else self.keys
         p = (torch.arange(self.rows, device=device) + keys - self.rows)[:, None]
         j = torch.arange(keys, device=device)[None, :]
-        seen = torch.ones(1, self.rows, keys, dtype=torch.bool, device=device)
+        visible = torch.ones(1, self.rows, keys, dtype=torch.bool, device=device)
         if self.causal:
-            seen = seen & (j <= p)
+            visible = visible & (j <= p)
         if self.window is not None:
             left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
-            seen = seen & (j >= p - left) & (j <= p + right)
+            visible = visible & (j >= p - left) & (j <= p + right)
         if self.prefix is not None:
-            seen = seen | (j < torch.as_tensor(self.prefix, device=device).reshape(-1, 1, 1))
+            visible = visible | (j < torch.as_tensor(self.prefix, device=device).reshape(-1, 1, 1))
         if self.documents:
             ids = torch.tensor(self.documents, device=device)
             ids = ids if ids.ndim == 2 else ids[None]
-            run = torch.cat([torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).long()], 1).cumsum(1)
-            seen = seen & (run[:, :, None] == run[:, None, :]) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None, :]
-        return seen
+            number = torch.cat([torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).long()], 1).cumsum(1)
+            visible = visible & (number[:, :, None] == number[:, None, :]) & (ids >= 0)[:, :, None] & (ids >= 0)[:, None, :]
+        return visible
 
 
-def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype, keep: Tensor | None = None) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv, dsinks computed in one dtype throughout; keep is dropout's pattern (B, Hq, S, Sk)."""
+def dense(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype, keep: Tensor | None = None) -> dict[str, Tensor]:
+    """Compute out, lse, dq, dk, dv and dsinks in one dtype; keep is the dropout pattern, bool (B, Hq, S, Sk)."""
     leaves = {
-        name: given[name].detach().to(dtype).clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given
+        name: tensors[name].detach().to(dtype).clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in tensors
     }
     q, k, v = (leaves[name].transpose(1, 2) for name in "qkv")
     group = case.heads[0] // case.heads[1]
@@ -131,30 +131,30 @@ def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype, keep: Tensor
     if keep is not None:
         weights = weights * keep / (1 - case.dropout)
     out = (weights @ v).transpose(1, 2)
-    dlse = torch.where(torch.isinf(lse), 0, given["dlse"].to(dtype))
-    loss = (out * given["dout"].to(dtype)).sum() + (torch.where(torch.isinf(lse), 0, lse) * dlse).sum()
+    dlse = torch.where(torch.isinf(lse), 0, tensors["dlse"].to(dtype))
+    loss = (out * tensors["dout"].to(dtype)).sum() + (torch.where(torch.isinf(lse), 0, lse) * dlse).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def assert_close(got: dict[str, Tensor], truth: dict[str, Tensor], low: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """max|got − ref| ≤ 2 max|low − ref| + 2 max|ref + 0.3 − 0.3 − ref| for each; in bf16 also RMS error ≤ 0.5 % of RMS."""
+def assert_close(results: dict[str, Tensor], truth: dict[str, Tensor], low: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Assert max|x − ref| ≤ 2 max|low − ref| + 2 max|ref + 0.3 − 0.3 − ref| for each x; in bf16, RMS error ≤ 0.5 % of RMS."""
     for name, ref in truth.items():
-        value = got[name].double()
+        value = results[name].double()
         assert value.shape == ref.shape, f"{name}: {tuple(value.shape)} instead of {tuple(ref.shape)}"
         assert not value.isnan().any(), f"{name} has NaN"
         finite = torch.isfinite(ref)
-        assert torch.equal(torch.isfinite(value), finite), f"{name} is infinite elsewhere than the truth"
+        assert torch.equal(torch.isfinite(value), finite), f"{name} is infinite at other places than the truth"
         if not finite.any():
             continue
         error, ref = (value - ref)[finite], ref[finite]
-        if dtype == torch.float64:  # the truth is no better, so nothing but the last digits may differ
+        if dtype == torch.float64:  # the truth has the same precision, so only the last digits may differ
             assert error.abs().max() <= 1e-12 * max(1, float(ref.abs().max())), f"{name}: error {error.abs().max():.2e}"
             continue
         rounded = ref.to(dtype)
         step = ((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max()
-        # A backward that recomputes weights from a stored lse moves a whole row by half a unit in lse's last place, as a
-        # dense softmax does not. Next to 16-bit rounding that is nothing, in fp32 it is the error.
+        # Weights recomputed from a stored lse differ in a whole row by half a unit in lse's last place; those of a dense
+        # softmax do not. This is negligible compared with 16-bit rounding; in fp32 it is the error.
         largest_lse = float(truth["lse"].nan_to_num(0, 0, 0).abs().amax()) if truth["lse"].numel() else 0
         stored = 2**-22 * (1 + largest_lse) * max(1, float(ref.abs().max()))
         allowed = 2 * (low[name].double()[finite] - ref).abs().nan_to_num(INF).max() + 2 * step + stored

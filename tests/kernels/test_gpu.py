@@ -1,4 +1,4 @@
-"""What only a GPU can show: real tiles, long sequences, wide strides, memory, and that nothing waits for the device."""
+"""Tests that need a GPU: real tile sizes, long sequences, wide strides, memory, CUDA graphs and no host sync."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +12,7 @@ from ringspan import Mask, attention
 from ringspan.kernels.backends.choose import choose_backend
 from ringspan.kernels.blocks import block_forward
 from ringspan.kernels.runtime import call_cache
-from ringspan.kernels.segments import whole
+from ringspan.kernels.segments import one_segment
 from tests.kernels.backends.test_backends import check_case
 from tests.kernels.cases import CASES
 from tests.kernels.dense import Case
@@ -44,29 +44,31 @@ def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_m
     "case", [case for case in CASES if case.width == 32 and not case.dropout and case.scale is None], ids=str
 )
 def test_sweep_of_wide_heads_on_hopper(case: Case, poisoned_memory: None) -> None:
-    """At head dim 128, where a backward's consumers leave out tiles that their keys do not see."""
+    """At head dim 128, a backward's consumers skip query tiles without visible keys of theirs."""
     check_case(replace(case.grown(13), width=128), "hopper", torch.bfloat16, "cuda")
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout][::4], ids=str)
-def test_again_on_hopper(case: Case, poisoned_memory: None) -> None:
-    """The second call goes straight to the kernel, and the third one's tensors are others still."""
+def test_replays_on_hopper(case: Case, poisoned_memory: None) -> None:
+    """The second and third call replay the first with other tensors."""
     if case.scale is None or case.scale > 0:
         for _ in range(3):
             check_case(case.grown(13), "hopper", torch.bfloat16, "cuda")
 
 
 @pytest.mark.hopper
-def test_a_call_like_one_before_goes_straight_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_passed", {})
+def test_hopper_calls_have_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_calls", {})
     q, k, v = (torch.randn(1, 300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    attention(q, k, v, Mask(causal=True), backend="hopper").backward(torch.ones_like(q))  # of sum() it would be copied first
-    assert [known.again is not None for known in call_cache._passed.values()] == [True, True]
+    attention(q, k, v, Mask(causal=True), backend="hopper").backward(
+        torch.ones_like(q)
+    )  # the gradient of sum() is expanded and would be copied
+    assert [call.replay is not None for call in call_cache._calls.values()] == [True, True]
 
 
 @pytest.mark.hopper
-def test_what_hopper_does_not_take() -> None:
+def test_hopper_rejects_what_it_cannot_run_and_auto_uses_triton() -> None:
     q = torch.randn(1, 10, 2, 64, device="cuda", dtype=torch.bfloat16)
     for inputs, options in ((q.float(), {}), (q, dict(dropout=0.1)), (q, dict(scale=-1.0))):
         with pytest.raises(ValueError, match=r"hopper.*use backend='triton'"):
@@ -102,31 +104,31 @@ def test_long_against_chunked_in_fp32(name: str, backend: str, monkeypatch: pyte
     q, k, v, dout = (torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, mask, return_lse=True, backend=backend)
-    got = out, lse, *torch.autograd.grad(out, leaves, dout)
+    results = out, lse, *torch.autograd.grad(out, leaves, dout)
     exact = [x.detach().float().requires_grad_() for x in leaves]
     ref_out, ref_lse = attention(*exact, mask, return_lse=True, backend="chunked")
     truth = ref_out, ref_lse, *torch.autograd.grad(ref_out, exact, dout.float())
-    rivals = None
+    baseline = None
     if name.startswith(("causal", "full")):
         low = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in leaves), is_causal=name.startswith("causal"), enable_gqa=True
         )
-        rivals = low.transpose(1, 2), None, *torch.autograd.grad(low, leaves, dout.transpose(1, 2))
+        baseline = low.transpose(1, 2), None, *torch.autograd.grad(low, leaves, dout.transpose(1, 2))
     for index, label in enumerate(("out", "lse", "dq", "dk", "dv")):
-        ref, value = truth[index].double(), got[index].double()
+        ref, value = truth[index].double(), results[index].double()
         assert not value.isnan().any(), label
         ratio = (value - ref).square().mean().sqrt() / ref.square().mean().sqrt()
         assert ratio <= (1e-5 if label == "lse" else 0.005), f"{label}: RMS error is {ratio:.3%}"
-        if rivals and label != "lse":  # the kernel rule, with torch's own bf16 kernel as the measure
+        if baseline and label != "lse":  # the kernel rule, with torch's own bf16 kernel as the baseline
             rounded = ref.bfloat16()
             step = ((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max()
-            allowed = 2 * (rivals[index].double() - ref).abs().max() + 2 * step
+            allowed = 2 * (baseline[index].double() - ref).abs().max() + 2 * step
             assert (value - ref).abs().max() <= allowed, label
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_strides_past_two_to_the_31(backend: str, poisoned_memory: None) -> None:
-    """300 rows, 8M elements apart: the last one's offset is 2.4e9."""
+    """The rows are 8M elements apart, so that the last of 300 has the offset 2.4e9."""
     rows, heads, width, step = 300, 2, 64, 8_000_000
     wide = [
         torch.empty_strided((1, rows, heads, width), (1, step, width, 1), dtype=torch.bfloat16, device="cuda") for _ in range(4)
@@ -134,14 +136,14 @@ def test_strides_past_two_to_the_31(backend: str, poisoned_memory: None) -> None
     near = [torch.randn(1, rows, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     for far, x in zip(wide, near, strict=True):
         far.copy_(x)
-    results = []  # bit for bit, so in a fixed order
+    results = []  # in a fixed order, to compare bits
     for q, k, v, dout in (wide, near):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, Mask(causal=True), backend=backend, deterministic=True)
         results.append((out, *torch.autograd.grad(out, leaves, dout)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     expected = results[0][0]
-    results = []  # dq in any order where backend is hopper; dk and dv have a fixed one all the same
+    results = []  # hopper accumulates dq in any order; dk and dv still have a fixed one
     for q, k, v, dout in (wide, near):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         results.append(torch.autograd.grad(attention(*leaves, Mask(causal=True), backend=backend), leaves, dout))
@@ -152,7 +154,7 @@ def test_strides_past_two_to_the_31(backend: str, poisoned_memory: None) -> None
     assert torch.equal(block_forward(*wide[:3], Mask(causal=True), into=into, backend=backend)[0], expected)
 
 
-def test_forward_memory_is_lse_and_little_else() -> None:
+def test_forward_memory_is_out_and_lse() -> None:
     q, k, v = (torch.randn(1, 65536, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attention(q[:, :256], k[:, :256], v[:, :256], Mask(causal=True))
     torch.cuda.synchronize()
@@ -165,13 +167,13 @@ def test_forward_memory_is_lse_and_little_else() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])  # which decides what `auto` is
-def test_nothing_waits_for_the_device(backend: str, dropout: float) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])  # with dropout `auto` chooses triton
+def test_no_call_synchronises_with_the_device(backend: str, dropout: float) -> None:
     q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     sinks = torch.zeros(2, device="cuda", requires_grad=True)
 
     def step() -> None:
-        documents = torch.zeros(2, 300, dtype=torch.int64)  # on the CPU, as a data loader gives them
+        documents = torch.zeros(2, 300, dtype=torch.int64)  # on the CPU, as from a data loader
         documents[:, 100:] = 1
         for mask in (Mask(causal=True, documents=documents, window=50), Mask(causal=True, prefix=torch.tensor([3, 50]))):
             out = attention(q, k, v, mask, sinks=sinks, dropout=dropout, softcap=20.0, backend=backend)
@@ -188,21 +190,21 @@ def test_nothing_waits_for_the_device(backend: str, dropout: float) -> None:
 
 
 def test_sinks_and_carry_in_bf16() -> None:
-    """One call with a sink equals many blocks that start from the sink as a carry."""
+    """One call with a sink equals several blocks that start with the sink as the carry."""
     q, k, v = (torch.randn(1, 1000, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     sinks = torch.randn(4, device="cuda")
     expected, expected_lse = attention(q, k, v, Mask(causal=True), sinks=sinks, return_lse=True)
     carry = None, sinks[None, :, None].expand(1, 4, 1000)
     for a in range(0, 1000, 250):
-        at = whole(1000), [(a, 1, 250)]
+        at = one_segment(1000), [(a, 1, 250)]
         carry = block_forward(q, k[:, a : a + 250], v[:, a : a + 250], Mask(causal=True), *at, carry=carry, last=a == 750)
     torch.testing.assert_close(carry[1], expected_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(carry[0], expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_a_cuda_graph_repeats_it(backend: str) -> None:
-    """Forward and backward, with other inputs and more than once: what a launch needs of memory belongs to the graph."""
+def test_a_cuda_graph_can_be_replayed(backend: str) -> None:
+    """Forward and backward, several times with other inputs: a launch's scratch memory belongs to the graph."""
     q, k, v, dout = (torch.randn(1, 3000, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -216,20 +218,20 @@ def test_a_cuda_graph_repeats_it(backend: str) -> None:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = run()
+        graph_results = run()
     for _ in range(3):
         with torch.no_grad():
             for x in (q, k, v, dout):
                 x.normal_()
         graph.replay()
-        for name, kept, now in zip(("out", "dq", "dk", "dv"), held, run(), strict=True):
-            close = (kept.float() - now.float()).norm() <= 1e-3 * now.float().norm()  # hopper's dq has no fixed order
-            assert close, name
+        for name, result, expected in zip(("out", "dq", "dk", "dv"), graph_results, run(), strict=True):
+            error = (result.float() - expected.float()).norm()  # not 0, because hopper accumulates dq in any order
+            assert error <= 1e-3 * expected.float().norm(), name
 
 
 @pytest.mark.hopper
-def test_a_compiler_makes_graphs_of_it() -> None:
-    """Memory that we keep must not come from the pool of such a graph."""
+def test_torch_compile_with_cuda_graphs() -> None:
+    """Cached memory must not come from the memory pool of a graph."""
     q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     plain = partial(attention, mask=Mask(causal=True), backend="hopper")
     compiled = torch.compile(lambda q, k, v: plain(q, k, v) * 2, mode="reduce-overhead")
@@ -239,11 +241,11 @@ def test_a_compiler_makes_graphs_of_it() -> None:
 
 
 @pytest.mark.hopper
-def test_what_is_written_to_is_looked_at_again() -> None:
-    """The short way is for memory at multiples of 16 bytes; the same at another address is refused as it was the first time."""
+def test_the_alignment_of_into_is_checked_in_every_call() -> None:
+    """A replay needs memory at a multiple of 16 bytes; memory at another address is rejected, also after a valid call."""
     q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     memory, lse = torch.empty(q.numel() + 8, device="cuda", dtype=q.dtype), torch.empty(1, 4, 1000, device="cuda")
-    for begin, fits in ((0, True), (8, True), (1, False)):
+    for begin, is_aligned in ((0, True), (8, True), (1, False)):
         into = memory[begin : begin + q.numel()].view(q.shape), lse
-        with nullcontext() if fits else pytest.raises(ValueError, match="into"):
+        with nullcontext() if is_aligned else pytest.raises(ValueError, match="into"):
             block_forward(q, k, v, Mask(causal=True), into=into, backend="hopper")

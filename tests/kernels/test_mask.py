@@ -1,4 +1,4 @@
-"""Masks against the words of their rule, pair by pair, and the errors that a wrong mask gives."""
+"""Masks against the definition of their rules, pair by pair, and the errors of invalid masks."""
 
 import pytest
 import torch
@@ -10,22 +10,21 @@ from tests.kernels.dense import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_intervals_are_the_rule(case: Case) -> None:
+def test_visible_equals_the_rules_pair_by_pair(case: Case) -> None:
     keys = case.rows if case.keys is None else case.keys
     p = torch.arange(case.rows) + keys - case.rows
-    seen = case.mask().visible(p, torch.arange(keys))
-    expected = case.visible("cpu")
-    assert torch.equal(*torch.broadcast_tensors(seen, expected))
+    visible = case.mask().visible(p, torch.arange(keys))
+    assert torch.equal(*torch.broadcast_tensors(visible, case.visible("cpu")))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_intervals_never_decrease(case: Case) -> None:
-    """What lets the first and last row bound a tile. Behind the documents too, where padding of a layout stands."""
+def test_interval_bounds_never_decrease(case: Case) -> None:
+    """Therefore the first and last row bound a tile. Positions past the documents, a layout's padding, are included."""
     lo, hi = case.mask().interval(torch.arange(case.rows + 9))
     assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
 
 
-def test_interval_bounds() -> None:
+def test_interval_of_small_masks() -> None:
     lo, hi = Mask(causal=True, window=3).interval(torch.arange(5))
     assert lo.tolist() == [0, 0, 0, 1, 2] and hi.tolist() == [0, 1, 2, 3, 4]
     lo, hi = Mask().interval(torch.arange(3), num_keys=7)
@@ -39,20 +38,20 @@ def test_interval_bounds() -> None:
 
 
 SEGMENTS = [[(0, 1, 4)], [(4, 1, 4)], [(3, 2, 3)], [(0, 1, 2), (6, 1, 2)], [(5, 1, 1)]]
-BEFORE = [(-3, 1, 4)]  # queries may stand before the first key
+BEFORE = [(-3, 1, 4)]  # queries may be before the first key
 
 
 @pytest.mark.parametrize("q_at", [*SEGMENTS, BEFORE], ids=str)
 @pytest.mark.parametrize("k_at", SEGMENTS, ids=str)
-def test_hides_nothing(q_at: list, k_at: list) -> None:
-    """Exactly where everybody sees everything; documents and prefixes are not looked at."""
+def test_covers_block_if_all_pairs_are_visible(q_at: list, k_at: list) -> None:
+    """Exact for causal masks and windows; documents and prefixes are not evaluated."""
     at = positions(q_at), positions(k_at)
     for options in (dict(), dict(causal=True), dict(window=3), dict(causal=True, window=6), dict(window=(5, 2))):
         mask = Mask(**options)
-        assert mask.hides_nothing(q_at, k_at) == bool(mask.visible(*at).all()), mask
+        assert mask.covers_block(q_at, k_at) == bool(mask.visible(*at).all()), mask
     prefixed = Mask(causal=True, prefix=1)
-    assert not prefixed.hides_nothing(q_at, k_at) or prefixed.visible(*at).all()
-    assert not Mask(documents=torch.zeros(8, dtype=torch.int32)).hides_nothing(q_at, k_at)
+    assert not prefixed.covers_block(q_at, k_at) or prefixed.visible(*at).all()
+    assert not Mask(documents=torch.zeros(8, dtype=torch.int32)).covers_block(q_at, k_at)
 
 
 def test_from_lengths() -> None:
@@ -61,42 +60,49 @@ def test_from_lengths() -> None:
     assert Mask.from_lengths([]).length == 0
 
 
-def test_coarse_lets_through_at_least_as_much() -> None:
+def test_host_mask_hides_no_visible_key() -> None:
     for case in CASES:
         mask = case.mask()
-        assert mask.coarse() is mask  # known on the CPU: nothing to leave out
+        assert mask.host_mask() is mask  # on the CPU: nothing is left out
     mask = Mask(causal=True, window=4, documents=torch.zeros(6, dtype=torch.int32, device="meta"))
-    lo, hi = mask.coarse().interval(torch.arange(6))
+    lo, hi = mask.host_mask().interval(torch.arange(6))
     assert lo.tolist() == [0, 0, 0, 0, 1, 2] and hi.tolist() == list(range(6))
 
 
 @pytest.mark.parametrize(
-    "arguments, word",
+    ("arguments", "message"),
     [
-        (dict(window=0), "window"),
-        (dict(window=-5), "window"),
-        (dict(window=(-1, 0)), "window"),
-        (dict(window=(1, 2, 3)), "window"),
-        (dict(window=2.5), "window"),
-        (dict(window=True), "window"),
-        (dict(prefix=3), "prefix"),
-        (dict(prefix=3, causal=True, window=4), "prefix"),
-        (dict(prefix=-1, causal=True), "prefix"),
-        (dict(prefix=1.5, causal=True), "prefix"),
-        (dict(prefix=torch.tensor([1.0]), causal=True), "prefix"),
-        (dict(documents=torch.tensor([0.0, 1.0])), "documents"),
-        (dict(documents=torch.tensor([True, False])), "documents"),
-        (dict(documents=torch.zeros(1, 2, 3, dtype=torch.int64)), "documents"),
+        (dict(causal=1), "causal=1 must be True or False"),
+        (dict(window=0), "window=0: .* must be >= 1"),
+        (dict(window=-5), "window=-5: .* must be >= 1"),
+        (dict(window=(-1, 0)), r"window=\(-1, 0\): left and right must be >= 0"),
+        (dict(window=(1, 2, 3)), r"window=\(1, 2, 3\) must be an int or a pair of ints"),
+        (dict(window=2.5), "window=2.5 must be an int or a pair of ints"),
+        (dict(window=True), "window=True must be an int or a pair of ints"),
+        (dict(prefix=3), "prefix with causal=False, window=None: .* needs causal=True and no window"),
+        (dict(prefix=3, causal=True, window=4), "prefix with causal=True, window=4: .* needs causal=True and no window"),
+        (dict(prefix=-1, causal=True), "prefix=-1 must be an int >= 0"),
+        (dict(prefix=1.5, causal=True), "prefix=1.5 must be an int >= 0"),
+        (dict(prefix=torch.tensor([1.0]), causal=True), "prefix must be an int or integers of shape .B,., not torch.float32"),
+        (dict(prefix=torch.tensor([-3]), causal=True), r"prefix=\[-3\] must be >= 0"),
+        (dict(documents=torch.tensor([0.0, 1.0])), "documents must hold integer ids, not torch.float32"),
+        (dict(documents=torch.tensor([True, False])), "documents must hold integer ids, not torch.bool"),
+        (
+            dict(documents=torch.zeros(1, 2, 3, dtype=torch.int64)),
+            r"documents must have shape .*, not \(1, 2, 3\)",
+        ),
+        (dict(documents=["a"]), r"documents must be integer ids of shape \(S,\) or \(B, S\)"),
     ],
 )
-def test_wrong_masks(arguments: dict, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
+def test_invalid_masks_are_rejected(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         Mask(**arguments)
 
 
-def test_wrong_lengths() -> None:
-    with pytest.raises(ValueError, match="lengths"):
-        Mask.from_lengths([3, -1])
+@pytest.mark.parametrize("lengths", [[3, -1], [True], 5, [[1, 2]], torch.ones(2, 2, dtype=torch.int64)])
+def test_invalid_lengths_are_rejected(lengths: object) -> None:
+    with pytest.raises(ValueError, match=r"(?s)^lengths=.* must be a flat list of integers >= 0"):
+        Mask.from_lengths(lengths)
 
 
 def test_documents_need_no_order() -> None:
@@ -105,17 +111,16 @@ def test_documents_need_no_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
 
 
-def test_a_mask_of_inference_mode_can_be_trained_with(device: str) -> None:
-    """Made there, or sent to a device there: its tensors are saved for a backward later."""
+def test_a_mask_made_in_inference_mode_works_in_training(device: str) -> None:
+    """Made or copied to a device in inference mode, its tensors can be saved for a backward."""
     ids = torch.arange(16) // 6
     with torch.inference_mode():
-        masks = [
-            Mask(causal=True, documents=x) for x in (ids, ids.tolist(), ids.clone())
-        ]  # the clone is of inference mode itself
+        documents = ids, ids.tolist(), ids.clone()  # the clone is an inference tensor
+        masks = [Mask(causal=True, documents=x) for x in documents]
         masks += [Mask.from_lengths([10, 6]), *(Mask(causal=True, prefix=x) for x in (3, torch.tensor([3])))]
     sent = Mask(causal=True, documents=ids)
     with torch.inference_mode():
-        assert not any(x.is_inference() for x in sent.bounds("meta")[3:] if x is not None)
+        assert not any(x.is_inference() for x in sent.bounds("meta").tensors if x is not None)
     for mask in masks:
         q = torch.randn(1, 16, 2, 16, device=device, requires_grad=True)
         attention(q, q, q, mask).sum().backward()

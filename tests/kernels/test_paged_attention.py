@@ -1,4 +1,4 @@
-"""Single queries over keys in pages: what `attention` gives, by the kernel, which the interpreter runs here, and by torch."""
+"""`paged_attention` equals `attention`: by the Triton kernel (interpreted on a CPU) and by gathering pages."""
 
 import math
 
@@ -7,32 +7,33 @@ import torch
 from torch import Tensor
 
 from ringspan import Mask, attention, paged_attention
-from ringspan.kernels import paged_attention as paged
+from ringspan.kernels import paged_attention as module
 
 PAGE = 16
 
 
-def problem(
+def random_pages(
     heads: int, kv_heads: int, width: int, v_width: int, lengths: list[int], device: str, page: int = PAGE
 ) -> list[Tensor]:
-    """q, keys, values, table, lengths. Pages lie in no order, and what no text wrote is NaN."""
+    """Return q, keys, values, table and lengths. Pages are in random order; memory outside the sequences is NaN."""
     counts = [-(-length // page) for length in lengths]
     numbers = torch.randperm(sum(counts) + 3)
     keys, values = (torch.full((len(numbers), page, kv_heads, n), torch.nan) for n in (width, v_width))
     table, start = torch.zeros(len(lengths), max(counts), dtype=torch.int32), 0
     for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        its = numbers[start : start + count]
-        table[index, :count], start = its, start + count
+        pages = numbers[start : start + count]
+        table[index, :count], start = pages, start + count
         for memory in (keys, values):
-            rows = memory[its].flatten(0, 1)
+            rows = memory[pages].flatten(0, 1)
             rows[:length] = torch.randn_like(rows[:length])
-            memory[its] = rows.view(count, *memory.shape[1:])
+            memory[pages] = rows.view(count, *memory.shape[1:])
     q = torch.randn(len(lengths), heads, width)
     return [x.to(device) for x in (q, keys, values, table, torch.tensor(lengths, dtype=torch.int32))]
 
 
-def right(given: list[Tensor], window: int | None, **options: object) -> Tensor:
-    q, keys, values, table, lengths = (x.double() if x.is_floating_point() else x for x in given)
+def reference(inputs: list[Tensor], window: int | None, **options: object) -> Tensor:
+    """Gather the pages of each sequence and call the reference backend in fp64."""
+    q, keys, values, table, lengths = (x.double() if x.is_floating_point() else x for x in inputs)
     outs = []
     for index, length in enumerate(lengths.tolist()):
         k, v = (x[table[index].long()].flatten(0, 1)[None, :length] for x in (keys, values))
@@ -67,18 +68,18 @@ def test_equals_attention(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(paged, "splits_of", lambda *_: splits)
-    given = problem(heads, kv_heads, width, v_width, [1, 53, 16, 17, 48], device)
+    monkeypatch.setattr(module, "num_splits", lambda *_: splits)
+    inputs = random_pages(heads, kv_heads, width, v_width, [1, 53, 16, 17, 48], device)
     options = options | (dict(sinks=torch.randn(heads, device=device)) if sinks else {})
-    found = paged_attention(*given, window=window, backend=backend, **options)
+    out = paged_attention(*inputs, window=window, backend=backend, **options)
     in_fp64 = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
-    torch.testing.assert_close(found.double(), right(given, window, **in_fp64), atol=2e-6, rtol=0)
+    torch.testing.assert_close(out.double(), reference(inputs, window, **in_fp64), atol=2e-6, rtol=0)
 
 
-def test_programs_keep_a_gpu_busy_and_have_a_page_at_least() -> None:
-    assert paged.splits_of(num_programs=8, pages=100, multiprocessors=132) == 66
-    assert paged.splits_of(num_programs=8, pages=5, multiprocessors=132) == 5
-    assert paged.splits_of(num_programs=1000, pages=100, multiprocessors=132) == 1
+def test_splits_fill_a_gpu_and_hold_at_least_one_page() -> None:
+    assert module.num_splits(num_blocks=8, pages=100, multiprocessors=132) == 66
+    assert module.num_splits(num_blocks=8, pages=5, multiprocessors=132) == 5
+    assert module.num_splits(num_blocks=1000, pages=100, multiprocessors=132) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,18 +99,20 @@ def test_programs_keep_a_gpu_busy_and_have_a_page_at_least() -> None:
         (dict(keys=torch.zeros(3, 24, 2, 16), values=torch.zeros(3, 24, 2, 16)), "powers of two from 16 on"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict, message: str) -> None:
-    given = dict(q=torch.zeros(2, 4, 16), keys=torch.zeros(3, 16, 2, 16), values=torch.zeros(3, 16, 2, 16), backend="triton")
-    given |= dict(table=torch.zeros(2, 3, dtype=torch.int32), lengths=torch.ones(2, dtype=torch.int32))
+def test_invalid_arguments_are_rejected(changes: dict, message: str) -> None:
+    arguments = dict(
+        q=torch.zeros(2, 4, 16), keys=torch.zeros(3, 16, 2, 16), values=torch.zeros(3, 16, 2, 16), backend="triton"
+    )
+    arguments |= dict(table=torch.zeros(2, 3, dtype=torch.int32), lengths=torch.ones(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
-        paged_attention(**(given | changes))
+        paged_attention(**(arguments | changes))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, kv_heads, width", [(32, 8, 128), (16, 16, 64)])
-def test_long_texts_in_16_bits(heads: int, kv_heads: int, width: int) -> None:
-    given = problem(heads, kv_heads, width, width, [40000, 1, 70001], "cuda", page=64)
-    given[:3] = [x.bfloat16() for x in given[:3]]
+def test_long_sequences_in_16_bits(heads: int, kv_heads: int, width: int) -> None:
+    inputs = random_pages(heads, kv_heads, width, width, [40000, 1, 70001], "cuda", page=64)
+    inputs[:3] = [x.bfloat16() for x in inputs[:3]]
     for window in (None, 5000):
-        found, wanted = paged_attention(*given, window=window).double(), right(given, window)
-        assert (found - wanted).square().mean().sqrt() <= 0.01 * wanted.square().mean().sqrt()
+        out, expected = paged_attention(*inputs, window=window).double(), reference(inputs, window)
+        assert (out - expected).square().mean().sqrt() <= 0.01 * expected.square().mean().sqrt()

@@ -1,1 +1,1 @@
-"""Portable Triton kernels (FlashAttention-2 structure) and their host code."""
+"""Portable Triton kernels (FlashAttention-2 structure) and the host code that launches them."""

@@ -1,4 +1,4 @@
-"""Host half of the portable kernels: a block's segments, mask and dropout as kernel arguments."""
+"""Kernel arguments for a block: segments, mask, dropout, strides and tile sizes, in the layout of common.py."""
 
 from typing import Any
 
@@ -10,36 +10,44 @@ from ringspan.kernels.mask import SENTINEL, Bounds
 from ringspan.kernels.runtime.launch import Arguments
 from ringspan.kernels.segments import Segments
 
-Tiles = tuple[tuple[str, Any], ...]  # BLOCK_* and launch options with their values
+Tiles = tuple[tuple[str, Any], ...]  # (name, value) of BLOCK_* and launch options
 
 
-def rules(block: Block, tiles: dict[str, Any]) -> dict[str, Any]:
-    """What every kernel takes of a block beside its tensors, and its tiles."""
-    at = dict(q_at=at_argument(block.q_at), k_at=at_argument(block.k_at))
-    return at | dict(scale=block.scale, softcap=block.softcap or None, tiles=tuple(tiles.items()))
+def common_arguments(block: Block, tiles: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that every kernel takes: segments, scale, softcap and tiles."""
+    positions = dict(q_at=segments_argument(block.q_at), k_at=segments_argument(block.k_at))
+    return positions | dict(scale=block.scale, softcap=block.softcap or None, tiles=tuple(tiles.items()))
 
 
-def shared_out(owner: str, block: str, tiles: Tiles, given: dict[str, Any]) -> Arguments:
-    """A portable kernel's arguments, with strides and sizes. Programs share out the rows of `owner`, by tiles of `block`."""
-    batch, rows, heads, _ = given[owner].shape
+def grid_arguments(owner: str, tile_option: str, tiles: Tiles, args: dict[str, Any]) -> Arguments:
+    """Add strides and sizes to `args`; return the grid size and the arguments.
+
+    One thread block owns one tile of `owner`'s rows ("q" or "k"); `tile_option` names its size ("BLOCK_M" or "BLOCK_N").
+    """
+    batch, rows, heads, _ = args[owner].shape
     options = dict(tiles)
-    strides = {f"{name}_strides": x.stride()[:3] for name, x in given.items() if isinstance(x, Tensor)}
-    sizes = dict(rows=rows, num_sequences=batch * heads, num_heads=heads, D=given["q"].shape[-1], DV=given["v"].shape[-1])
-    return -(-rows // options[block]) * batch * heads, given | strides | sizes | dict(PRESCALED=given["scale"] <= 0) | options
+    strides = {f"{name}_strides": x.stride()[:3] for name, x in args.items() if isinstance(x, Tensor)}
+    sizes: dict[str, Any] = dict(rows=rows, num_sequences=batch * heads, num_heads=heads)
+    sizes |= dict(D=args["q"].shape[-1], DV=args["v"].shape[-1])
+    sizes |= dict(PRESCALED=args["scale"] <= 0)
+    return -(-rows // options[tile_option]) * batch * heads, args | strides | sizes | options
 
 
-def at_argument(segments: Segments) -> tuple[int | None, ...]:
-    """Start, step and count of one or two segments, and where the second would start if it had all rows: a kernel that works
-    this out holds it, and Hopper's backward has no register left for it. It may be far outside of 32 bits if steps differ, as
-    may its product with a row, which is taken from it: so both wrap, and the difference is right."""
+def segments_argument(segments: Segments) -> tuple[int | None, ...]:
+    """Return (start, step, count) of one or two segments, and the second segment's position of row 0.
+
+    Position = origin + row · step. The host computes this origin because Hopper's backward has no register left for it.
+    It may exceed 32 bits if the steps differ, and so may row · step: both wrap modulo 2³², so the sum is right.
+    """
     assert 1 <= len(segments) <= 2
     if len(segments) == 1:
         return (*segments[0], None, None, None, None)
-    (*first, count), (start, step, rest) = segments
-    return (*first, count, start, step, rest, (start - count * step + 2**31) % 2**32 - 2**31)
+    (*first, count), (start, step, second_count) = segments
+    return (*first, count, start, step, second_count, (start - count * step + 2**31) % 2**32 - 2**31)
 
 
 def mask_argument(bounds: Bounds) -> tuple[int | Tensor | None, ...]:
+    """Return the mask's tuple as common.py describes it; None for a bound that the mask does not have."""
     left, right, _, starts, ends, prefix = bounds
     return (
         None if left == SENTINEL else left,
@@ -53,22 +61,24 @@ def mask_argument(bounds: Bounds) -> tuple[int | Tensor | None, ...]:
     )
 
 
-def of_mask_and_dropout(block: Block) -> dict[str, Any]:
-    return dict(mask=mask_argument(block.mask.bounds(block.q.device)), drop=drop_argument(block))
+def mask_and_dropout_arguments(block: Block) -> dict[str, Any]:
+    """Return the arguments `mask` and `drop`."""
+    return dict(mask=mask_argument(block.mask.bounds(block.q.device)), drop=dropout_argument(block))
 
 
-def drop_argument(block: Block) -> tuple[Any, ...] | None:
+def dropout_argument(block: Block) -> tuple[Any, ...] | None:
+    """Return the dropout tuple as common.py describes it; None without dropout."""
     if block.seed is None:
         return None
-    seed = block.seed.contiguous()  # an expanded one would have the stride of a single one
+    seed = block.seed.contiguous()  # an expanded seed has stride 0, like a single seed
     return seed, batch_stride(seed, 1), 1 - block.dropout, threshold(block.dropout), block.head_start
 
 
 def batch_stride(tensor: Tensor, dims: int) -> int:
-    """0 where one row serves the whole batch."""
+    """Return the stride of the batch dimension; 0 if all sequences share one row."""
     return tensor.stride(0) if tensor.ndim == dims and tensor.shape[0] > 1 else 0
 
 
-def quads(k_at: Segments, block: int) -> bool:
-    """Whether every tile of keys is consecutive and starts at a multiple of 4 (see philox.keep_tile)."""
+def keys_in_quads(k_at: Segments, block: int) -> bool:
+    """Return whether each tile's keys are consecutive and start at a multiple of 4 (see dropout.keep_tile)."""
     return all(step == 1 and start % 4 == 0 for start, step, _ in k_at) and (len(k_at) == 1 or k_at[0][2] % block == 0)

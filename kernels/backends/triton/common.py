@@ -1,12 +1,13 @@
-"""What the portable kernels share: where rows stand, who sees whom, how tiles are read, and what all of them are told.
+"""Device functions that all kernels share: positions of rows, visible keys and queries, tile ranges, loads and stores.
 
-Kernels take their long lists as tuples; an element that is None costs nothing, it is not there when the kernel compiles.
+Kernels take groups of arguments as tuples. An element that is None is a compile-time constant and costs nothing.
 
-    at    = (start0, step0, count0, start1, step1, count1, start1 - count0 * step1)
-            one or two ascending segments, so rows ascend in position
-    mask  = (left, right, starts, ends, length, prefix, stride of documents, stride of prefix from one sequence to the next)
-    drop  = (seed, stride of seed, 1 - rate, limit, head_start)
-    *_strides = of batch, row and head; columns are consecutive
+    q_at, k_at = (start0, step0, count0, start1, step1, count1, start1 - count0 * step1)
+                 one or two segments; positions ascend with rows
+    mask       = (left, right, starts, ends, length, prefix, batch stride of starts and ends, batch stride of prefix)
+                 starts, ends: first and last position of the document at each position
+    drop       = (seed, batch stride of seed, 1 - rate, limit, head_start)
+    *_strides  = (batch, row, head) of a (B, S, H, D) tensor; columns are contiguous
 """
 
 import triton
@@ -16,52 +17,52 @@ from ringspan.kernels.dropout import keep_tile
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-EVERYWHERE: tl.constexpr = tl.constexpr(2**30)  # above every position, and positions can still be added to it
-NOWHERE: tl.constexpr = tl.constexpr(-(2**30))
-ALIGN: tl.constexpr = tl.constexpr(8)  # elements: what `aligned` makes sure of
-# Sizes that a kernel only counts with: Triton would compile it again for each mix of ones, multiples of 16 and others.
-ANY_SIZE = dict(do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "together"))
+MAX_POSITION: tl.constexpr = tl.constexpr(2**30)  # larger than every position; adding a position does not overflow
+MIN_POSITION: tl.constexpr = tl.constexpr(-(2**30))
+ALIGN: tl.constexpr = tl.constexpr(8)  # elements; tensors.aligned guarantees that strides are multiples of it
+# Sizes used only as counts. Specialised, each mix of 1, multiples of 16 and other values would compile a kernel of its own.
+ANY_SIZE = dict(do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "concurrent_heads"))
 
 
 @triton.jit
-def position(row, at):
-    """Global position of a local row; rows behind the end go on ascending."""
-    p = at[0] + row * at[1]
-    if at[3] is not None:
-        p = tl.where(row < at[2], p, at[6] + row * at[4])
+def position(row, segments):
+    """Global position of a local row; positions keep ascending past the last row."""
+    p = segments[0] + row * segments[1]
+    if segments[3] is not None:
+        p = tl.where(row < segments[2], p, segments[6] + row * segments[4])
     return p
 
 
 @triton.jit
-def rows_below(p, at):
-    """How many local rows stand before position p: turns an interval of positions into one of rows."""
-    n = tl.minimum((tl.maximum(p - at[0], 0) + at[1] - 1) // at[1], at[2])
-    if at[3] is not None:
-        n += tl.minimum((tl.maximum(p - at[3], 0) + at[4] - 1) // at[4], at[5])
+def rows_below(p, segments):
+    """Number of local rows before position p: converts an interval of positions into one of rows."""
+    n = tl.minimum((tl.maximum(p - segments[0], 0) + segments[1] - 1) // segments[1], segments[2])
+    if segments[3] is not None:
+        n += tl.minimum((tl.maximum(p - segments[3], 0) + segments[4] - 1) // segments[4], segments[5])
     return n
 
 
 @triton.jit
-def row_count(at):
-    if at[3] is not None:
-        return at[2] + at[5]
+def row_count(segments):
+    if segments[3] is not None:
+        return segments[2] + segments[5]
     else:
-        return at[2]
+        return segments[2]
 
 
 @triton.jit
-def rows_of(row, at, mask, b):
-    """Which rows exist and are not padding. Padding may hold anything, and 0 · NaN is NaN, so it is never loaded."""
-    ok = row < row_count(at)
+def valid_rows(row, segments, mask, b):
+    """Mask of rows that exist and are not padding. Padding may hold NaN, and 0 · NaN is NaN, so it is never loaded."""
+    ok = row < row_count(segments)
     if mask[2] is not None:
-        first, last = document(position(row, at), mask, b)
+        first, last = document_interval(position(row, segments), mask, b)
         ok &= first <= last
     return ok
 
 
 @triton.jit
-def document(p, mask, b):
-    """First and last position of the document at p; behind the end, an empty interval that keeps ascending."""
+def document_interval(p, mask, b):
+    """First and last position of the document at p; past the end an empty interval, whose bounds keep ascending."""
     length = mask[4]
     inside = (p >= 0) & (p < length)
     row = b.to(tl.int64) * mask[6]
@@ -71,107 +72,111 @@ def document(p, mask, b):
 
 
 @triton.jit
-def keys_of(p, mask, b):
-    """lo and hi: the keys that the query at p sees."""
+def visible_keys(p, mask, b):
+    """First and last position, lo and hi, of the keys visible to the query at p."""
     lo = p * 0
-    hi = p * 0 + EVERYWHERE
+    hi = p * 0 + MAX_POSITION
     if mask[2] is not None:
-        lo, hi = document(p, mask, b)
+        lo, hi = document_interval(p, mask, b)
     if mask[0] is not None:
         lo = tl.maximum(lo, p - mask[0])
     if mask[1] is not None:
-        reach = p + mask[1]
+        limit = p + mask[1]
         if mask[5] is not None:
-            reach = tl.maximum(reach, tl.load(mask[5] + b * mask[7]) - 1)
-        hi = tl.minimum(hi, reach)
+            limit = tl.maximum(limit, tl.load(mask[5] + b * mask[7]) - 1)
+        hi = tl.minimum(hi, limit)
     return lo, hi
 
 
 @triton.jit
-def queries_of(p, mask, b):
-    """The other way: first and last position of the queries that see the key at p."""
-    lo = p * 0 + NOWHERE
-    hi = p * 0 + EVERYWHERE
+def visible_queries(p, mask, b):
+    """First and last position, lo and hi, of the queries to which the key at p is visible."""
+    lo = p * 0 + MIN_POSITION
+    hi = p * 0 + MAX_POSITION
     if mask[2] is not None:
-        lo, hi = document(p, mask, b)
+        lo, hi = document_interval(p, mask, b)
     if mask[0] is not None:
         hi = tl.minimum(hi, p + mask[0])
     if mask[1] is not None:
-        reach = p - mask[1]
+        limit = p - mask[1]
         if mask[5] is not None:
-            reach = tl.where(p < tl.load(mask[5] + b * mask[7]), NOWHERE, reach)
-        lo = tl.maximum(lo, reach)
+            limit = tl.where(p < tl.load(mask[5] + b * mask[7]), MIN_POSITION, limit)
+        lo = tl.maximum(lo, limit)
     return lo, hi
 
 
 @triton.jit
-def tile_range(first_lo, last_lo, first_hi, last_hi, at, first_row, BLOCK: tl.constexpr, HEAD: tl.constexpr):
-    """Tiles [begin, full) and [rest, end) need the compare, tiles [full, rest) are seen whole.
+def tile_range(first_lo, last_lo, first_hi, last_hi, segments, first_row, BLOCK: tl.constexpr, LOW_BOUND: tl.constexpr):
+    """Return (begin, full_begin, full_end, end): the tiles to visit, and which of them are full (need no mask).
 
-    first_lo … last_hi bound the intervals of a tile's first and last row. Without HEAD nothing is masked at the low end.
-    Tiles are counted from first_row, before which nothing is seen.
+        tiles      begin    full_begin        full_end    end
+                     | partial |      full       | partial |
+
+    (first_lo, first_hi) and (last_lo, last_hi) are the visible intervals of the first and last row of the own tile.
+    Without LOW_BOUND the mask has no lower bound. Tiles are counted from first_row, before which no row is visible.
     """
-    begin = (rows_below(first_lo, at) - first_row) // BLOCK
-    end = tl.maximum(tl.cdiv(rows_below(last_hi + 1, at) - first_row, BLOCK), begin)
-    full = begin
-    if HEAD:
-        full = tl.minimum(tl.cdiv(rows_below(last_lo, at) - first_row, BLOCK), end)
-    rest = tl.maximum(tl.minimum((rows_below(first_hi + 1, at) - first_row) // BLOCK, end), full)
-    return begin, full, rest, end
+    begin = (rows_below(first_lo, segments) - first_row) // BLOCK
+    end = tl.maximum(tl.cdiv(rows_below(last_hi + 1, segments) - first_row, BLOCK), begin)
+    full_begin = begin
+    if LOW_BOUND:
+        full_begin = tl.minimum(tl.cdiv(rows_below(last_lo, segments) - first_row, BLOCK), end)
+    full_end = tl.maximum(tl.minimum((rows_below(first_hi + 1, segments) - first_row) // BLOCK, end), full_begin)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
-def split_tile(i, begin, full, rest):
-    """The i-th of the tiles that need the compare: those before `full`, then those from `rest` on."""
-    return tl.where(begin + i < full, begin + i, rest + i - (full - begin))
+def partial_tile(i, begin, full_begin, full_end):
+    """The i-th partial tile: those before `full_begin`, then those from `full_end` on."""
+    return tl.where(begin + i < full_begin, begin + i, full_end + i - (full_begin - begin))
 
 
 @triton.jit
 def head_offset(b, h, strides):
-    """Where a head begins. The hint is what lets loads be 16 bytes wide: of strides Triton sees only multiples of 16."""
+    """Offset of a head. The hint allows loads of 16 bytes: Triton detects only strides that are multiples of 16."""
     return tl.multiple_of(b * strides[0] + h * strides[2], ALIGN)
 
 
 @triton.jit
 def load_tile(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows, BLOCK) from memory; row_ok None if every row exists. Offsets are 64 bits wide: strides may pass 2**31."""
+    """Load (rows, BLOCK); row_ok is None if every row exists. Offsets have 64 bits because they may exceed 2³¹."""
     columns = tl.arange(0, BLOCK)
-    at = ptr + tl.multiple_of(rows.to(tl.int64) * strides[1], ALIGN)[:, None] + columns[None, :]
+    pointers = ptr + tl.multiple_of(rows.to(tl.int64) * strides[1], ALIGN)[:, None] + columns[None, :]
     if WIDTH != BLOCK:
         if row_ok is not None:
-            return tl.load(at, mask=row_ok[:, None] & (columns < WIDTH)[None, :], other=0.0)
+            return tl.load(pointers, mask=row_ok[:, None] & (columns < WIDTH)[None, :], other=0.0)
         else:
-            return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+            return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         if row_ok is not None:
-            return tl.load(at, mask=row_ok[:, None], other=0.0)
+            return tl.load(pointers, mask=row_ok[:, None], other=0.0)
         else:
-            return tl.load(at)
+            return tl.load(pointers)
 
 
 @triton.jit
 def store_tile(ptr, value, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Store (rows, BLOCK), or add to memory without atomics."""
     columns = tl.arange(0, BLOCK)
-    at = ptr + rows.to(tl.int64)[:, None] * strides[1] + columns[None, :]
+    pointers = ptr + rows.to(tl.int64)[:, None] * strides[1] + columns[None, :]
     ok = row_ok[:, None] & (columns < WIDTH)[None, :]
     if ADD:
-        value += tl.load(at, mask=ok, other=0.0)
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=ok)
+        value += tl.load(pointers, mask=ok, other=0.0)
+    tl.store(pointers, value.to(ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def load_rows(ptr, rows, b, h, strides, row_ok):
-    """lse and delta: (B, H, S), strides in that order."""
-    at = ptr + b * strides[0] + h * strides[1] + rows.to(tl.int64) * strides[2]
+def load_row_stats(ptr, rows, b, h, strides, row_ok):
+    """Load rows of lse or delta (B, H, S); strides in this order."""
+    pointers = ptr + b * strides[0] + h * strides[1] + rows.to(tl.int64) * strides[2]
     if row_ok is not None:
-        return tl.load(at, mask=row_ok, other=0.0)
+        return tl.load(pointers, mask=row_ok, other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(pointers)
 
 
 @triton.jit
-def kept(drop, b, h, p_q, p_k, QUADS: tl.constexpr):
-    """Which weights of a tile dropout keeps; (B,) seeds replace the batch index (see philox)."""
+def dropout_keep(drop, b, h, p_q, p_k, QUADS: tl.constexpr):
+    """Mask of the weights that dropout keeps. With one seed per sequence the batch index is 0 (see dropout.py)."""
     seed = tl.load(drop[0] + b * drop[1])
     batch = tl.where(drop[1] == 0, b, 0).to(tl.int32)
     return keep_tile(seed, drop[3], batch, (h + drop[4]).to(tl.int32), p_q[:, None], p_k[None, :], QUADS)
@@ -179,7 +184,7 @@ def kept(drop, b, h, p_q, p_k, QUADS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Odd and exact near 0, where 1 - exp(-2x) would cancel."""
+    """tanh as an odd function; a polynomial near 0, where 1 - exp(-2x) cancels."""
     t = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - t) / (1 + t)
     x2 = x * x
@@ -189,9 +194,9 @@ def tanh(x):
 
 @triton.jit
 def exponents(s, scale, softcap, PRESCALED: tl.constexpr):
-    """Raw products → (scores, factor) such that weights are exp2(scores * factor - …). With softcap the scores are the tanh.
+    """Turn q kᵀ into (scores, factor), so that weights are exp2(scores · factor - …). With softcap, scores are the tanh.
 
-    A positive scale is left to the exponential's own multiply-add; PRESCALED is for the others.
+    A positive scale goes into the multiply-add of the exponential; PRESCALED covers scales ≤ 0.
     """
     if softcap is not None:
         return tanh(s * (scale / softcap)), softcap * LOG2E

@@ -1,9 +1,13 @@
-"""FlashAttention-2's forward in portable Triton: one tile of queries stays on the chip and streams the keys it can see.
+"""FlashAttention-2's forward in portable Triton: each thread block owns one tile of queries and streams its visible keys.
 
-Promises: any segments, interval masks, GQA, carry, softcap, dropout by coordinates; fp32, bf16, fp16; head dims 16 to 256.
-The online softmax takes in the carry (out, lse), if there is one, as its last term, and divides once. Tiles that the mask
-splits come first, in a loop of their own; the tiles seen whole follow without any compare. The latest query tiles, which see
-most under a causal mask, start first so that the grid's tail is short.
+    acc, m, total = 0, -inf, 0
+    for each partial tile of keys (masked), then for each full tile (no mask):
+        s = q kᵀ · scale                        m' = max(m, rowmax(s))
+        acc, total = acc · 2^(m - m') + 2^(s - m') v, total · 2^(m - m') + rowsum(2^(s - m'))
+    merge the carry (out, lse) of earlier blocks as the last term; out = acc / total, lse = m + log(total)
+
+Supports all segments, interval masks, GQA, carry, softcap and dropout by coordinates; fp32, bf16, fp16; head dims 16 to 256.
+The last query tiles, which see most keys under a causal mask, start first: the last wave is short.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,28 +19,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ringspan.kernels.backends.block import Block, Carry
-from ringspan.kernels.backends.reference import INF
-from ringspan.kernels.backends.triton.arguments import Tiles, of_mask_and_dropout, quads, rules, shared_out
+from ringspan.kernels.backends.triton.arguments import (
+    Tiles,
+    common_arguments,
+    grid_arguments,
+    keys_in_quads,
+    mask_and_dropout_arguments,
+)
 from ringspan.kernels.backends.triton.common import (
     ANY_SIZE,
     LN2,
     LOG2E,
+    dropout_keep,
     exponents,
     head_offset,
-    kept,
-    keys_of,
     load_tile,
+    partial_tile,
     position,
     row_count,
-    rows_of,
-    split_tile,
     store_tile,
     tile_range,
+    valid_rows,
+    visible_keys,
 )
 from ringspan.kernels.backends.triton.tile_sizes import tiles_for
 from ringspan.kernels.runtime.launch import Arguments, Launch
-from ringspan.kernels.segments import ascending_runs, in_pieces, num_rows
-from ringspan.kernels.tensors import aligned, is_aligned
+from ringspan.kernels.segments import ascending_ranges, num_rows, split_rows
+from ringspan.kernels.tensors import INF, aligned, is_aligned
 
 
 @triton.jit(**ANY_SIZE)
@@ -48,7 +57,8 @@ def attention_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # heads fastest, so that the heads of a group read the same keys together; the last tile of queries first
+    """Write out and lse of one tile of queries."""
+    # heads vary fastest: the query heads of a KV head read the same keys concurrently; the last query tile starts first
     sequence = tl.program_id(0) % num_sequences
     tile = tl.cdiv(rows, BLOCK_M) - 1 - tl.program_id(0) // num_sequences
     b, h = (sequence // num_heads).to(tl.int64), (sequence % num_heads).to(tl.int64)
@@ -57,11 +67,11 @@ def attention_forward(
     row_ok = row < n
 
     p_q = position(row, q_at)
-    lo, hi = keys_of(p_q, mask, b)
-    first_lo, first_hi = keys_of(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
-    last_lo, last_hi = keys_of(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
-    HEAD: tl.constexpr = mask[0] is not None or mask[2] is not None
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, HEAD)
+    lo, hi = visible_keys(p_q, mask, b)
+    first_lo, first_hi = visible_keys(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
+    last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
+    LOW_BOUND: tl.constexpr = mask[0] is not None or mask[2] is not None
+    begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, LOW_BOUND)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -69,46 +79,46 @@ def attention_forward(
     q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
     k += head_offset(b, h // group, k_strides)
     v += head_offset(b, h // group, v_strides)
-    for i in range(0, full - begin + end - rest):
+    for i in range(0, full_begin - begin + end - full_end):
         acc, m, total = attend(
-            acc, m, total, q_tile, k, v, split_tile(i, begin, full, rest), p_q, lo, hi, b, h,
+            acc, m, total, q_tile, k, v, partial_tile(i, begin, full_begin, full_end), p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, True,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
         )  # fmt: skip
-    for i in range(full, rest):
+    for i in range(full_begin, full_end):
         acc, m, total = attend(
             acc, m, total, q_tile, k, v, i, p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, HEAD, False,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
         )  # fmt: skip
 
-    before = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    carry_lse_row = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if carry_lse is not None:
-        # The carry joins last, in fp32. Had it come first, its lse and not a score would be the rows' largest exponent, and
-        # the largest weight of a row would be rounded to 16 bits where it can be an exact 1.
+        # Merged last, in fp32. Merged first, the carry's lse instead of a score would be the row's largest exponent, and
+        # the row's largest weight would be rounded to 16 bits instead of being exactly 1.
         carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
-        before = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
-        base = before * LOG2E
-        top = tl.maximum(m, base)
-        top_safe = tl.where(top == float("-inf"), 0.0, top)
-        # exactly 1 where the carry is on top: fused into one operation, the subtraction would leave base's rounding error
-        weight = tl.where(base == top_safe, 1.0, tl.exp2(base - top_safe))
-        shrink = tl.exp2(m - top_safe)
-        total = total * shrink + weight
-        acc *= shrink[:, None]
+        carry_lse_row = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        carry_exponent = carry_lse_row * LOG2E
+        new_max = tl.maximum(m, carry_exponent)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # exactly 1 where the carry has the maximum: in a fused multiply-add the rounding error of carry_exponent would remain
+        weight = tl.where(carry_exponent == safe_max, 1.0, tl.exp2(carry_exponent - safe_max))
+        rescale = tl.exp2(m - safe_max)
+        total = total * rescale + weight
+        acc *= rescale[:, None]
         if carry_out is not None:
             carry_tile = load_tile(
                 carry_out + head_offset(b, h, carry_out_strides), row, carry_out_strides, row_ok, DV, BLOCK_DV
             )
             acc += weight[:, None] * carry_tile
-        m = top
+        m = new_max
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     acc = tl.where(empty[:, None], 0.0, acc / divisor[:, None])
-    # a row that this block gave nothing keeps its lse to the last bit, which base 2 and back would not
-    stats = tl.where((m == before * LOG2E) & (total == 1), before, m * LN2 + tl.log(divisor))
-    stats = tl.where(empty, float("-inf"), stats)
-    tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + row.to(tl.int64) * lse_strides[2], stats, mask=row_ok)
+    # a row without a visible key keeps the carry's lse bit for bit, which conversion to base 2 and back would not
+    lse_row = tl.where((m == carry_lse_row * LOG2E) & (total == 1), carry_lse_row, m * LN2 + tl.log(divisor))
+    lse_row = tl.where(empty, float("-inf"), lse_row)
+    tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + row.to(tl.int64) * lse_strides[2], lse_row, mask=row_ok)
     store_tile(out + head_offset(b, h, out_strides), acc, row, out_strides, row_ok, DV, BLOCK_DV, False)
 
 
@@ -116,44 +126,45 @@ def attention_forward(
 def attend(
     acc, m, total, q_tile, k, v, tile, p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at, scale, softcap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr,
+    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over a tile of keys. SPLIT: the mask goes through it."""
+    """One step of the online softmax over a tile of keys. PARTIAL: the tile needs the mask."""
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     key_ok = None
-    if SPLIT:
-        key_ok = rows_of(key, k_at, mask, b)
+    if PARTIAL:
+        key_ok = valid_rows(key, k_at, mask, b)
     k_tile = load_tile(k, key, k_strides, key_ok, D, BLOCK_D)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p_k = position(key, k_at)
-    if SPLIT:
-        visible = (p_k[None, :] <= hi[:, None]) & key_ok[None, :]
-        if HEAD:
+    if PARTIAL:
+        visible = (p_k[None, :] <= hi[:, None]) & key_ok[None, :]  # type: ignore[index]
+        if LOW_BOUND:
             visible &= p_k[None, :] >= lo[:, None]
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     m_safe = m_new
-    if SPLIT:
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: exp2(-inf - 0) is 0, not NaN
+    if PARTIAL:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no visible key yet: exp2(-inf - 0) is 0, not NaN
     p = tl.exp2(s * factor - m_safe[:, None])
-    shrink = tl.exp2(m - m_safe)
-    total = total * shrink + tl.sum(p, 1)
+    rescale = tl.exp2(m - m_safe)
+    total = total * rescale + tl.sum(p, 1)
     if drop is not None:
-        p = tl.where(kept(drop, b, h, p_q, p_k, QUADS), p / drop[2], 0.0)
+        p = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), p / drop[2], 0.0)
     v_tile = load_tile(v, key, v_strides, key_ok, DV, BLOCK_DV)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, m_new, total
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:
-    block = block.read_from(aligned(block.q), aligned(block.k), aligned(block.v))
-    for call in forward_launches(block, readable(carry), out, lse):
-        call()
+    """Write the block's out (B, S, Hq, Dv) and lse (B, Hq, S), continuing the carry's softmax (see block.py)."""
+    block = block.with_tensors(aligned(block.q), aligned(block.k), aligned(block.v))
+    for launch in forward_launches(block, readable_carry(carry), out, lse):
+        launch()
 
 
-def readable(carry: Carry | None) -> Carry | None:
-    """The carry, with a copy of its out where kernels could not read it."""
+def readable_carry(carry: Carry | None) -> Carry | None:
+    """Return the carry; its out is copied if kernels cannot read it."""
     return carry if carry is None or carry[0] is None or is_aligned(carry[0]) else (aligned(carry[0]), carry[1])
 
 
@@ -162,15 +173,23 @@ def forward_launches(
     carry: Carry | None,
     out: Tensor,
     lse: Tensor,
-    launch: Callable[..., Launch] | None = None,
-    most_keys: int | None = None,
+    make_launch: Callable[..., Launch] | None = None,
+    max_keys: int | None = None,
 ) -> Iterator[Launch]:
-    """One launch, unless a list has more segments than a kernel takes, or there are more keys than one launch is to go through:
-    then queries split and keys carry on, in fp32. If out is of another type the sums have memory of their own, or that of a
-    carry that is used up."""
-    launch = launch or _launch
-    if block.is_one_run and (most_keys is None or block.k.shape[1] <= most_keys):
-        yield launch(block, carry, out, lse)
+    """Yield the launches of a block's forward, in order.
+
+    One launch suffices if the block is one ascending range and has at most `max_keys` keys. Otherwise each range of queries
+    runs one launch per range of keys, and each launch is the carry of the next, in fp32. If `out` is not fp32, these carries
+    use a temporary buffer, or the input carry's memory if the caller no longer needs it.
+
+    Args:
+        out, lse: Outputs, (B, S, Hq, Dv) and (B, Hq, S).
+        make_launch: Makes the launch of one range; the portable kernel's by default.
+        max_keys: Largest number of keys per launch; None for no limit.
+    """
+    make_launch = make_launch or _launch
+    if block.is_single_range and (max_keys is None or block.k.shape[1] <= max_keys):
+        yield make_launch(block, carry, out, lse)
         return
     n = num_rows(block.q_at)
     carry_out, carry_lse = carry or (None, None)
@@ -179,40 +198,43 @@ def forward_launches(
         out[:, :n] = 0 if carry_out is None else carry_out[:, :n]
         lse[:, :, :n] = -INF if carry_lse is None else carry_lse[:, :, :n]
         return
-    key_runs = ascending_runs(block.k_at)
-    if most_keys is not None:
-        key_runs = tuple(piece for run in key_runs for piece in in_pieces(run, most_keys))
-    for queries in ascending_runs(block.q_at):
+    key_ranges = ascending_ranges(block.k_at)
+    if max_keys is not None:
+        key_ranges = tuple(piece for key_range in key_ranges for piece in split_rows(key_range, max_keys))
+    for queries in ascending_ranges(block.q_at):
         rows = queries[0]
-        so_far = carry if carry is None else (carry_out if carry_out is None else carry_out[:, rows], carry_lse[:, :, rows])
-        sums: Tensor | None = None
-        for keys in key_runs:
+        running_carry: Carry | None = None
+        if carry_lse is not None:
+            running_carry = None if carry_out is None else carry_out[:, rows], carry_lse[:, :, rows]
+        fp32_out: Tensor | None = None
+        for keys in key_ranges:
             target = out[:, rows], lse[:, :, rows]
-            if keys is not key_runs[-1] and out.dtype != lse.dtype:  # more keys follow
-                if sums is None:
-                    sums = carry_out[:, rows] if used_up(carry, lse) else torch.empty_like(target[0], dtype=lse.dtype)
-                target = sums, target[1]
-            yield launch(block.part(queries, keys), so_far, *target)
-            so_far = target
+            if keys is not key_ranges[-1] and out.dtype != lse.dtype:  # more keys follow
+                if fp32_out is None:
+                    reusable = reusable_out(carry, lse)
+                    fp32_out = torch.empty_like(target[0], dtype=lse.dtype) if reusable is None else reusable[:, rows]
+                target = fp32_out, target[1]
+            yield make_launch(block.part(queries, keys), running_carry, *target)
+            running_carry = target
 
 
-def used_up(carry: Carry | None, lse: Tensor) -> bool:
-    """Whether lse is written over the carry's, whose out then says nothing any more, and can be written to."""
-    if carry is None or carry[0] is None:
-        return False
-    out, before = carry
-    return is_aligned(out) and 0 not in out.stride() and before.data_ptr() == lse.data_ptr() and before.stride() == lse.stride()
+def reusable_out(carry: Carry | None, lse: Tensor) -> Tensor | None:
+    """Return the carry's out if a kernel may overwrite it: lse overwrites the carry's lse, and out is writable."""
+    if carry is None or carry[1].data_ptr() != lse.data_ptr() or carry[1].stride() != lse.stride():
+        return None
+    out = carry[0]
+    return out if out is not None and is_aligned(out) and 0 not in out.stride() else None
 
 
 def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     tiles = tiles_for("forward", block.q, block.v, extras=bool(block.dropout or block.softcap))
-    how = rules(block, tiles) | dict(QUADS=quads(block.k_at, tiles["BLOCK_N"]))
-    return Launch(attention_forward, _arguments, tensors | of_mask_and_dropout(block), how)
+    options = common_arguments(block, tiles) | dict(QUADS=keys_in_quads(block.k_at, tiles["BLOCK_N"]))
+    return Launch(attention_forward, _arguments, tensors | mask_and_dropout_arguments(block), options)
 
 
-def _arguments(tiles: Tiles, **given: Any) -> Arguments:
-    group = given["q"].shape[2] // given["k"].shape[2]
-    no_carry = dict(carry_out_strides=None, carry_lse_strides=None)  # stays so where there is none
-    return shared_out("q", "BLOCK_M", tiles, no_carry | given | dict(group=group))
+def _arguments(tiles: Tiles, **args: Any) -> Arguments:
+    group = args["q"].shape[2] // args["k"].shape[2]
+    no_carry = dict(carry_out_strides=None, carry_lse_strides=None)  # for a launch without carry
+    return grid_arguments("q", "BLOCK_M", tiles, no_carry | args | dict(group=group))

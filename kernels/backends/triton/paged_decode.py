@@ -1,7 +1,8 @@
-"""Flash-Decoding in portable Triton: a program has one KV head of one sequence, and some of its pages.
+"""Flash-Decoding in portable Triton: one thread block per (sequence, KV head, split of the sequence's pages).
 
-The queries that share a KV head are the rows of a tile, so that keys are loaded once for all of them. There are at least 16
-rows, as a product on tensor cores has; it is memory that such a kernel waits for. Pages are looked up one at a time.
+The query heads that share a KV head are the rows of one tile, so keys are loaded once for all of them. The tile has at least
+16 rows, the minimum of a tensor-core matmul; the kernel is bound by memory bandwidth. It reads the page table one page at a
+time. Each split writes its own out and lse; the caller merges the splits.
 """
 
 from typing import Any
@@ -21,21 +22,22 @@ def paged_forward(
     kv_heads, group, window, scale, softcap, splits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """Write out and lse of one split of a sequence's keys, for the query heads of one KV head."""
     sequence, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     b, head = (sequence // kv_heads).to(tl.int64), (sequence % kv_heads).to(tl.int64)
     length = tl.load(lengths + b)
-    first = tl.maximum(0, length - window)
-    # its share of the pages with something in sight
-    seen_from = first // PAGE
-    share = tl.cdiv(tl.cdiv(length, PAGE) - seen_from, splits)
-    begin = seen_from + split * share
-    end = tl.minimum(begin + share, tl.cdiv(length, PAGE))
+    first_key = tl.maximum(0, length - window)
+    # this split's range of the pages that hold visible keys
+    first_page = first_key // PAGE
+    num_pages = tl.cdiv(tl.cdiv(length, PAGE) - first_page, splits)
+    begin = first_page + split * num_pages
+    end = tl.minimum(begin + num_pages, tl.cdiv(length, PAGE))
 
     row = tl.arange(0, GROUP)
-    wide, v_wide = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    columns, v_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     heads = head * group + row
-    queries = q + b * q_strides[0] + heads[:, None] * q_strides[1] + wide[None, :] * q_strides[2]
-    q_tile = tl.load(queries, mask=(row < group)[:, None] & (wide < D)[None, :], other=0.0)
+    queries = q + b * q_strides[0] + heads[:, None] * q_strides[1] + columns[None, :] * q_strides[2]
+    q_tile = tl.load(queries, mask=(row < group)[:, None] & (columns < D)[None, :], other=0.0)
     keys += head * k_strides[2]
     values += head * v_strides[2]
 
@@ -43,30 +45,30 @@ def paged_forward(
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
     for page in range(begin, end):
-        number = tl.load(table + b * table_stride + page).to(tl.int64)
+        page_index = tl.load(table + b * table_stride + page).to(tl.int64)
         slot = tl.arange(0, PAGE)
-        at = page * PAGE + slot
-        seen = (at >= first) & (at < length)
-        k_at = number * k_strides[0] + slot[:, None] * k_strides[1] + wide[None, :] * k_strides[3]
-        k_tile = tl.load(keys + k_at, mask=seen[:, None] & (wide < D)[None, :], other=0.0)
+        position = page * PAGE + slot
+        visible = (position >= first_key) & (position < length)
+        k_offsets = page_index * k_strides[0] + slot[:, None] * k_strides[1] + columns[None, :] * k_strides[3]
+        k_tile = tl.load(keys + k_offsets, mask=visible[:, None] & (columns < D)[None, :], other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s, factor = exponents(s, scale, softcap, True)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # each page of its share holds something that is seen
+        s = tl.where(visible[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)  # each page of the range holds a visible key, so m_new is finite
         p = tl.exp2(s * factor - m_new[:, None])
-        shrink = tl.exp2(m - m_new)
-        total = total * shrink + tl.sum(p, 1)
-        v_at = number * v_strides[0] + slot[:, None] * v_strides[1] + v_wide[None, :] * v_strides[3]
-        v_tile = tl.load(values + v_at, mask=seen[:, None] & (v_wide < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
+        rescale = tl.exp2(m - m_new)
+        total = total * rescale + tl.sum(p, 1)
+        v_offsets = page_index * v_strides[0] + slot[:, None] * v_strides[1] + v_columns[None, :] * v_strides[3]
+        v_tile = tl.load(values + v_offsets, mask=visible[:, None] & (v_columns < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         m = m_new
 
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    stats = tl.where(empty, float("-inf"), m * LN2 + tl.log(tl.where(empty, 1.0, total)))
-    place = b * out_strides[0] + split * out_strides[1] + heads[:, None] * out_strides[2] + v_wide[None, :]
-    tl.store(out + place, acc, mask=(row < group)[:, None] & (v_wide < DV)[None, :])
-    tl.store(lse + b * lse_strides[0] + split * lse_strides[1] + heads, stats, mask=row < group)
+    lse_row = tl.where(empty, float("-inf"), m * LN2 + tl.log(tl.where(empty, 1.0, total)))
+    out_offsets = b * out_strides[0] + split * out_strides[1] + heads[:, None] * out_strides[2] + v_columns[None, :]
+    tl.store(out + out_offsets, acc, mask=(row < group)[:, None] & (v_columns < DV)[None, :])
+    tl.store(lse + b * lse_strides[0] + split * lse_strides[1] + heads, lse_row, mask=row < group)
 
 
 def launch(
@@ -81,17 +83,26 @@ def launch(
     scale: float,
     softcap: float,
 ) -> Launch:
-    """Into out (B, splits, Hq, Dv) and lse (B, splits, Hq), in fp32."""
+    """Return the launch for one query token per sequence; it writes `out` and `lse`.
+
+    Args:
+        q: (B, Hq, D).
+        keys, values: (pages, page size, Hkv, D) and (pages, page size, Hkv, Dv).
+        table, lengths: int32 (B, pages of a sequence) and (B,).
+        out, lse: fp32 (B, splits, Hq, Dv) and (B, splits, Hq).
+        window: Number of last keys that are visible.
+        scale, softcap: Of the scores; softcap 0 is none.
+    """
     tensors = dict(q=q, keys=keys, values=values, table=table, lengths=lengths, out=out, lse=lse)
     return Launch(paged_forward, _arguments, tensors, dict(window=window, scale=scale, softcap=softcap or None))
 
 
-def _arguments(**given: Any) -> Arguments:
-    q, values, out = given["q"], given["values"], given["out"]
+def _arguments(**args: Any) -> Arguments:
+    q, values, out = args["q"], args["values"], args["out"]
     (batch, heads, width), (_, page, kv_heads, v_width), splits = q.shape, values.shape, out.shape[1]
     names = dict(q="q", k="keys", v="values", out="out", lse="lse")
-    given |= {f"{name}_strides": given[tensor].stride() for name, tensor in names.items()}
-    given |= dict(table_stride=given["table"].stride(0), kv_heads=kv_heads, group=heads // kv_heads, splits=splits)
-    given |= dict(D=width, DV=v_width, BLOCK_D=triton.next_power_of_2(width), BLOCK_DV=triton.next_power_of_2(v_width))
-    given |= dict(GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, num_warps=4)
-    return batch * kv_heads * splits, given
+    args |= {f"{name}_strides": args[tensor].stride() for name, tensor in names.items()}
+    args |= dict(table_stride=args["table"].stride(0), kv_heads=kv_heads, group=heads // kv_heads, splits=splits)
+    args |= dict(D=width, DV=v_width, BLOCK_D=triton.next_power_of_2(width), BLOCK_DV=triton.next_power_of_2(v_width))
+    args |= dict(GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, num_warps=4)
+    return batch * kv_heads * splits, args

@@ -1,7 +1,7 @@
 """Tile sizes of the portable kernels, by kernel, head dim and chip.
 
-Powers of two, at least 16. HOPPER is what `ringspan bench tune` measured on an H200. The others have not been measured:
-they are the largest that the compiler fits with no spills or next to none, which the ahead-of-time test holds.
+Sizes are powers of two, at least 16. `ringspan bench tune` measured HOPPER on an H200. The other tables are not measured:
+they hold the largest tiles that compile with few or no register spills; tests/kernels/runtime/ahead.py checks that.
 """
 
 from typing import Any
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from ringspan.kernels.runtime.triton_compat import chip
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) for head dims up to the key
+# {largest head dim: (BLOCK_M, BLOCK_N, num_warps, num_stages)}
 HOPPER = {  # 227 KB of shared memory: sm_90
     "forward": {64: (128, 64, 8, 3), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
     "dq": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
     "dkdv": {64: (64, 64, 4, 3), 128: (64, 128, 8, 3), 256: (64, 64, 8, 2)},
 }
-AMPERE = {  # 163 KB and no warpgroup products: sm_80; good for sm_100 too
+AMPERE = {  # 163 KB of shared memory, no warpgroup matmul: sm_80; used for sm_100 too
     "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 1)},
     "dq": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)},
     "dkdv": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (32, 32, 4, 1)},
 }
-SMALL = {  # 99 KB (sm_86, sm_89, sm_120) and AMD's 64 KB
+SMALL = {  # 99 KB (sm_86, sm_89, sm_120) and 64 KB (AMD) of shared memory
     "forward": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1)},
     "dq": {64: (64, 64, 4, 2), 128: (64, 32, 4, 1), 256: (32, 32, 4, 1)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
 }
-FP32 = {  # three TF32 products keep three times the fragments
+FP32 = {  # three TF32 matmuls need three times the registers for operands
     "forward": {64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
     "dq": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
@@ -36,7 +36,7 @@ INTERPRETED = {"forward": {256: (32, 16, 1, 1)}, "dq": {256: (32, 16, 1, 1)}, "d
 
 
 def tiles_for(kernel: str, q: Tensor, v: Tensor, extras: bool) -> dict[str, Any]:
-    """BLOCK_* and launch options of one kernel for these inputs; extras are dropout and softcap."""
+    """Return BLOCK_* and launch options of one kernel for these inputs; extras: dropout or softcap is on."""
     chip_name = chip(q.device)
     width = max(q.shape[-1], v.shape[-1])
     if chip_name == "interpreter":
@@ -44,7 +44,7 @@ def tiles_for(kernel: str, q: Tensor, v: Tensor, extras: bool) -> dict[str, Any]
     elif q.element_size() == 4:
         table = FP32
     else:
-        large = AMPERE if extras else HOPPER  # Philox and tanh take registers and shared memory of their own
+        large = AMPERE if extras else HOPPER  # Philox and tanh need registers and shared memory
         table = {"sm_80": AMPERE, "sm_90": large, "sm_100": AMPERE}.get(chip_name, SMALL)
     block_m, block_n, warps, stages = next(tiles for limit, tiles in table[kernel].items() if width <= limit)
     return dict(

@@ -1,7 +1,7 @@
-"""The named list of (kernel, configuration, chip) that is compiled ahead of time, without a GPU. Prints JSON.
+"""The list of (kernel, configuration, chip) that is compiled ahead of time, without a GPU. Prints JSON.
 
-python -m tests.kernels.ahead                    a process of its own: the tests' interpreter would not compile anything
-python -m tests.kernels.ahead hopper sm_90       only these
+python -m tests.kernels.runtime.ahead                    all, in a process of its own: the interpreter of tests compiles nothing
+python -m tests.kernels.runtime.ahead hopper sm_90       only these
 """
 
 import json
@@ -19,11 +19,10 @@ from ringspan import Mask
 from ringspan.kernels.backends.block import Block, Gradients
 from ringspan.kernels.backends.hopper import backward as hopper_backward
 from ringspan.kernels.backends.hopper import forward as hopper_forward
-from ringspan.kernels.backends.triton import paged_decode as triton_paged
-from ringspan.kernels.backends.triton import sum_gradients
+from ringspan.kernels.backends.triton import paged_decode, sum_gradients
 from ringspan.kernels.backends.triton.backward import backward_launches
 from ringspan.kernels.backends.triton.forward import forward_launches
-from ringspan.kernels.runtime import triton_compat
+from ringspan.kernels.runtime.ahead_of_time import compile_ahead
 from ringspan.kernels.runtime.launch import Launch
 
 CHIPS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}  # bytes of shared memory
@@ -31,7 +30,7 @@ LENGTH = 4096
 ZIGZAG = ((0, 1, 2048), (6144, 1, 2048))
 DOCUMENTS = Mask(causal=True, documents=torch.zeros(LENGTH, dtype=torch.int32))
 PACKED = Mask(causal=True, window=1024, documents=torch.zeros(2 * LENGTH, dtype=torch.int32))
-CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, everything else)
+CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, options)
     "d128-causal": (128, 128, torch.bfloat16, 8, 8, {}),
     "d64-causal": (64, 64, torch.bfloat16, 8, 8, {}),
     "d256-causal": (256, 256, torch.bfloat16, 8, 8, {}),
@@ -41,32 +40,32 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
     "d128-docs": (128, 128, torch.bfloat16, 8, 8, dict(mask=DOCUMENTS)),
     "d128-full": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask())),
-    "d128-block": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask(), at=ZIGZAG, carry=True)),  # a ring's that is seen whole
-    "d128-sums": (128, 128, torch.bfloat16, 8, 8, dict(sums=True, at=ZIGZAG)),  # a ring's own block
+    "d128-block": (128, 128, torch.bfloat16, 8, 8, dict(mask=Mask(), at=ZIGZAG, carry=True)),  # a fully visible block of a ring
+    "d128-sums": (128, 128, torch.bfloat16, 8, 8, dict(sums=True, at=ZIGZAG)),  # the local block of a ring
     "d128-ordered": (128, 128, torch.bfloat16, 8, 2, dict(deterministic=True)),
     "d128-dropout": (128, 128, torch.float16, 8, 8, dict(dropout=0.1)),
 }
-EVERYWHERE = ("d128-causal", "d64-causal")
-# portable kernels are the same without a mask, in order and with sums for results, and with documents d128-ring's
+ALL_CHIPS = ("d128-causal", "d64-causal")
+# Portable kernels are the same without a mask, with ordered sums and with fp32 results; with documents they are d128-ring's.
 ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered")
-ON_HOPPER = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
-# Gluon has no fp32 and no dropout; without a mask and a carry only the forward is another kernel, in order only the backward
+SM_90 = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
+# Gluon has no fp32 and no dropout. d128-full differs from d128-causal in the forward only, d128-ordered in the backward only.
 GLUON_BOTH = tuple(name for name in CONFIGURATIONS if name not in ("d128-fp32", "d128-full", "d128-ordered", "d128-dropout"))
 GLUON_FORWARD = (*GLUON_BOTH, "d128-full")
 GLUON_BACKWARD = (*GLUON_BOTH, "d128-ordered")
 GLUON = (*GLUON_BOTH, "d128-full", "d128-ordered")
 
 KERNELS = ("attention_forward", "attention_backward_dq", "attention_backward_dkdv")
-NAMED = [
-    f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (ON_HOPPER if chip == "sm_90" else EVERYWHERE) for kernel in KERNELS
+KERNEL_NAMES = [
+    f"{chip}/{name}/{kernel}" for chip in CHIPS for name in (SM_90 if chip == "sm_90" else ALL_CHIPS) for kernel in KERNELS
 ]
-OTHERS = ("sum_and_cast", "paged_forward")
-NAMED += [f"{chip}/{name}/{kernel}" for chip in CHIPS for name in EVERYWHERE for kernel in OTHERS]
-NAMED += [f"hopper/{name}/attention_forward" for name in GLUON_FORWARD]
-NAMED += [f"hopper/{name}/attention_backward" for name in GLUON_BACKWARD]
-# Bytes a thread may spill; whatever is not named here may spill nothing. These tiles were measured to be faster than smaller
-# ones that do not spill (d64, d128, d256), or hold more than any tile leaves room for.
-MAY_SPILL = {
+AUXILIARY_KERNELS = ("sum_and_cast", "paged_forward")
+KERNEL_NAMES += [f"{chip}/{name}/{kernel}" for chip in CHIPS for name in ALL_CHIPS for kernel in AUXILIARY_KERNELS]
+KERNEL_NAMES += [f"hopper/{name}/attention_forward" for name in GLUON_FORWARD]
+KERNEL_NAMES += [f"hopper/{name}/attention_backward" for name in GLUON_BACKWARD]
+# Bytes that a thread may spill; kernels that are not listed may spill none. The tiles of d64, d128 and d256 were measured to
+# be faster than smaller ones without spills. The others need more registers at every tile size.
+SPILL_LIMITS = {
     "sm_90/d64-causal/attention_backward_dq": 16,
     "sm_90/d128-causal/attention_forward": 16,
     "sm_90/d128-causal/attention_backward_dkdv": 64,
@@ -93,8 +92,8 @@ MAY_SPILL = {
     "hopper/d128-docs/attention_backward": 40,
     "hopper/d128-ordered/attention_backward": 24,
 }
-# What these versions' compilers spill instead, as measured. What that costs in speed has not been: no GPU ran them.
-SPILL_MORE = {
+# Measured spills with these versions of the compiler. Their cost in speed is not measured: no GPU has run these kernels.
+SPILL_LIMITS_BY_VERSION = {
     "3.6": {
         "sm_90/d128-ring/attention_forward": 200,
     },
@@ -133,7 +132,7 @@ SPILL_MORE = {
 
 
 def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
-    """The forward's and the backward's launches on tensors that hold nothing."""
+    """Yield the launches of the forward and the backward on meta tensors."""
     width, v_width, dtype, heads, kv_heads, options = CONFIGURATIONS[name]
 
     def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -141,7 +140,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
 
     q, k, v = empty(1, LENGTH, heads, width), empty(1, LENGTH, kv_heads, width), empty(1, LENGTH, kv_heads, v_width)
     out, lse = empty(1, LENGTH, heads, v_width), empty(1, heads, LENGTH, dtype=torch.float32)
-    written = out.float() if options.get("sums") else out
+    result = out.float() if options.get("sums") else out
     carry = (out.float(), lse) if options.get("carry") else None
     at = options.get("at", ((0, 1, LENGTH),))
     dropout = options.get("dropout", 0.0)
@@ -150,11 +149,11 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     numbers |= dict(deterministic=options.get("deterministic", False))
     block = Block(q, k, v, options.get("mask", Mask(causal=True)), at, at, **numbers)
     forward, backward = (hopper_forward.launch, hopper_backward.launches) if gluon else (None, None)
-    yield from forward_launches(block, carry, written, lse, forward)
-    of_ring = carry is not None or "sums" in options
-    grads = (x.float() if of_ring or (gluon and x is q) else x for x in (q, k, v))
-    yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if of_ring else False, backward)
-    if not gluon and name in EVERYWHERE:
+    yield from forward_launches(block, carry, result, lse, forward)
+    in_ring = carry is not None or "sums" in options
+    grads = (x.float() if in_ring or (gluon and x is q) else x for x in (q, k, v))
+    yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if in_ring else False, backward)
+    if not gluon and name in ALL_CHIPS:
         total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
         yield sum_gradients.launch(
             [sum_gradients.Summand(total), sum_gradients.Summand(total[:2048], 2048), sum_gradients.Summand(total)], k, v
@@ -162,109 +161,109 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
         pages = [x.view(LENGTH // 64, 64, kv_heads, width) for x in (k, v)]
         table, lengths = empty(4, 16, dtype=torch.int32), empty(4, dtype=torch.int32)
         parts, stats = empty(4, 5, heads, width, dtype=torch.float32), empty(4, 5, heads, dtype=torch.float32)
-        yield triton_paged.launch(q[0, :4], *pages, table, lengths, parts, stats, 2**31 - 1, width**-0.5, 0.0)
+        yield paged_decode.launch(q[0, :4], *pages, table, lengths, parts, stats, 2**31 - 1, width**-0.5, 0.0)
 
 
-# One spilled register that was read for each tile made a ring's own block 5 % slower. With these versions none is.
-RELOADS_NOTHING = ("hopper/d128-causal/attention_backward", "hopper/d128-sums/attention_backward")
-RELOADS_NOTHING_BY = ("3.6", "3.7")
+# A spilled register that is read for each tile made the local block of a ring 5 % slower. These versions have none.
+NO_RELOADS = ("hopper/d128-causal/attention_backward", "hopper/d128-sums/attention_backward")
+NO_RELOAD_VERSIONS = ("3.6", "3.7")
 
 
-def wrong(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:
-    """What is wrong with what this Triton compiled; nothing if all is well."""
+def problems(name: str, kernel: dict[str, Any], version: str = triton.__version__) -> str:
+    """Return the limits that a kernel compiled by this Triton exceeds; empty if there are none."""
     if "error" in kernel:
         return kernel["error"]
-    found = []
-    if kernel["shared"] > (most := CHIPS.get(name.split("/")[0], CHIPS["sm_90"])):
-        found.append(f"shared memory above {most}")
+    messages = []
+    if kernel["shared"] > (limit := CHIPS.get(name.split("/")[0], CHIPS["sm_90"])):
+        messages.append(f"shared memory above {limit}")
     minor = ".".join(version.split(".")[:2])
-    limits = MAY_SPILL | SPILL_MORE.get(minor, {})
-    if kernel["spills"] > (most := limits.get(name, 0)):
-        found.append(f"spills above {most}")
-    if kernel["reloads"] and name in RELOADS_NOTHING and minor in RELOADS_NOTHING_BY:
-        found.append(f"{kernel['reloads']} spilled registers are read for each tile")
+    limits = SPILL_LIMITS | SPILL_LIMITS_BY_VERSION.get(minor, {})
+    if kernel["spills"] > (limit := limits.get(name, 0)):
+        messages.append(f"spills above {limit}")
+    if kernel["reloads"] and name in NO_RELOADS and minor in NO_RELOAD_VERSIONS:
+        messages.append(f"{kernel['reloads']} spilled registers are read for each tile")
     if "serialized" in kernel["log"]:
-        found.append("serialized: products wait for each other")
-    multiplies = "fp32" not in name and not name.endswith(OTHERS)  # a tile of 16 rows is too small for a warpgroup's product
-    if name.startswith(("sm_90/", "hopper/")) and multiplies and not kernel["warpgroup"]:
-        found.append("Hopper's products are not used")
-    if kernel["ahead"]:
-        found.append(f"one thread does not wait for its party: {kernel['ahead']}")
-    return ", ".join(found)
+        messages.append("serialized: matmuls wait for each other")
+    uses_wgmma = "fp32" not in name and not name.endswith(AUXILIARY_KERNELS)  # a tile of 16 rows is too small for wgmma
+    if name.startswith(("sm_90/", "hopper/")) and uses_wgmma and not kernel["warpgroup"]:
+        messages.append("Hopper's wgmma is not used")
+    if kernel["missing_barrier"]:
+        messages.append(f"a barrier is missing in a partition: {kernel['missing_barrier']}")
+    return ", ".join(messages)
 
 
-ARRIVES, SENDS = r"\bmbarrier\.arrive\.shared", r"\bcp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared"
-OF_EACH = r"\b((st|ld|atom|red)\.shared|(st|ld)matrix\.|wgmma\.|cp\.async\.bulk\.wait_group)"
+ARRIVE, COPY_OUT = r"\bmbarrier\.arrive\.shared", r"\bcp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global\.shared"
+THREAD_ACCESS = r"\b((st|ld|atom|red)\.shared|(st|ld)matrix\.|wgmma\.|cp\.async\.bulk\.wait_group)"
 
 
-def goes_ahead(ptx: str) -> str:
-    """Where one thread acts for its party though others may still read or write, or others do though only it has waited.
+def missing_barrier(ptx: str) -> str:
+    """Return a place where one thread acts for all threads of its partition without a barrier; empty if there is none.
 
-    Triton puts barriers there, and the emulator takes them for granted. Lines are looked at as they stand in the text, so
-    jumps are not followed.
+    Such a thread arrives, copies out or waits for a copy while others may still access the memory. Triton inserts the
+    barriers, and the emulator assumes them. Lines are read in the order of the text; branches are not followed.
     """
     lines = ptx.splitlines()
-    if "setmaxnreg" in ptx and not re.search(ARRIVES, ptx):
-        return "no arrival is known"
-    if "wait_group.read" in ptx and not re.search(SENDS, ptx):
-        return "no copy to memory is known"
+    if "setmaxnreg" in ptx and not re.search(ARRIVE, ptx):
+        return "no arrival is recognised"
+    if "wait_group.read" in ptx and not re.search(COPY_OUT, ptx):
+        return "no copy to memory is recognised"
     for number, line in enumerate(lines):
-        found = ""
-        if re.search(f"{ARRIVES}|{SENDS}", line):
-            found = not_met(lines[:number][::-1])
+        access = ""
+        if re.search(f"{ARRIVE}|{COPY_OUT}", line):
+            access = unsynchronised_access(lines[:number][::-1])
         elif "cp.async.bulk.wait_group.read" in line:
-            found = not_met(lines[number + 1 :])
-        if found:
-            return f"{line.strip()} beside {found}"
+            access = unsynchronised_access(lines[number + 1 :])
+        if access:
+            return f"{line.strip()} without a barrier to {access}"
     return ""
 
 
-def not_met(lines: list[str]) -> str:
-    """What each thread does on the way to the next barrier. One of a warp is enough for a party that has no other."""
-    alone, behind, warps_meet = "", "", False
+def unsynchronised_access(lines: list[str]) -> str:
+    """Return an access of each thread before the next barrier. A warp barrier suffices for a partition of one warp."""
+    before_warp_barrier, after_warp_barrier, passed_warp_barrier = "", "", False
     for line in lines:
-        if re.search(r"\bbar\.sync\b", line):  # of a party of several warps
-            return alone or behind
-        if re.search(r"\bbarrier\.sync\b", line):  # where parties begin and end
+        if re.search(r"\bbar\.sync\b", line):  # the barrier of a partition of several warps
+            return before_warp_barrier or after_warp_barrier
+        if re.search(r"\bbarrier\.sync\b", line):  # begin or end of a partition
             break
         if "bar.warp.sync" in line:
-            warps_meet = True
-        elif re.search(OF_EACH, line) and warps_meet:
-            behind = line.strip()
-        elif re.search(OF_EACH, line):
-            alone = line.strip()
-    return alone
+            passed_warp_barrier = True
+        elif re.search(THREAD_ACCESS, line) and passed_warp_barrier:
+            after_warp_barrier = line.strip()
+        elif re.search(THREAD_ACCESS, line):
+            before_warp_barrier = line.strip()
+    return before_warp_barrier
 
 
 def reloads(sass: str) -> int:
-    """Reads of spilled registers in loops over tiles: those that have a warpgroup's products and no such loop in them."""
+    """Count reads of spilled registers in loops over tiles: innermost loops with wgmma instructions."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
-    # (A wait that takes long stands behind everything else, and jumps back to where it was called in any case.)
-    back = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"^@.*\bBRA.* 0x([0-9a-f]+)", text))]
-    bodies = {(first, last): [text for at, text in code if first <= at <= last] for first, last in back if first < last}
+    # Only conditional branches end a loop. The slow path of a wait is at the end of the code and jumps back unconditionally.
+    branches = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"^@.*\bBRA.* 0x([0-9a-f]+)", text))]
+    bodies = {(first, last): [text for at, text in code if first <= at <= last] for first, last in branches if first < last}
     loops = [loop for loop, body in bodies.items() if any("HGMMA" in text for text in body)]
     if "HGMMA" in sass and not loops:
-        raise ValueError("no loop over tiles is known in this listing")
+        raise ValueError("no loop over tiles is recognised in this listing")
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b for c, d in loops if (a, b) != (c, d))]
     return sum("LDL" in text for loop in inner for text in bodies[loop])
 
 
 def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:
-    """What each kernel takes, or the error that compiling it was."""
+    """Return each kernel's resources, or the error of its compilation."""
     results: dict[str, dict[str, Any]] = {}
     for group in groups:
         chip = "sm_90" if group == "hopper" else group
         os.environ["RINGSPAN_CHIP"] = chip
-        for name in GLUON if group == "hopper" else ON_HOPPER if chip == "sm_90" else EVERYWHERE:
+        for name in GLUON if group == "hopper" else SM_90 if chip == "sm_90" else ALL_CHIPS:
             for launch in launches(name, group == "hopper"):
                 kernel = f"{group}/{name}/{launch.kernel.fn.__name__}"
-                if kernel not in NAMED:
+                if kernel not in KERNEL_NAMES:
                     continue
                 try:
-                    result = asdict(triton_compat.compile_ahead(launch, chip))
-                    result["ahead"] = goes_ahead(result.pop("ptx"))
+                    result = asdict(compile_ahead(launch, chip))
+                    result["missing_barrier"] = missing_barrier(result.pop("ptx"))
                     result["reloads"] = reloads(result.pop("sass"))
-                except Exception as error:  # anything that a compiler can throw; the others are still worth knowing
+                except Exception as error:  # any error of a compiler; the other kernels are still compiled
                     result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
                 results[kernel] = result
     return results

@@ -1,10 +1,10 @@
-"""The kernels for Hopper, compiled ahead of time by each Triton that we support. No GPU needed; pip fetches the versions.
+"""The Hopper kernels, compiled ahead of time by each supported Triton version. Needs no GPU; pip downloads the versions.
 
-python -m tests.kernels.compat                   what `make compat` runs: all versions
-python -m tests.kernels.compat 3.8 3.9
+python -m tests.kernels.runtime.compat                   all versions (`make compat`)
+python -m tests.kernels.runtime.compat 3.8 3.9
 
-Each version goes into a folder of its own that is thrown away afterwards, and stands before the installed one on the path.
-The limits are those of the tests (`ahead.wrong`), which hold the installed version to them.
+Each version is installed into a temporary folder that precedes the installed one on the path. The limits are those of the
+tests (`ahead.problems`).
 """
 
 import json
@@ -15,39 +15,39 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.runtime.ahead import NAMED, wrong
+from tests.kernels.runtime.ahead import KERNEL_NAMES, problems
 
 VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 GROUPS = ("hopper", "sm_90")
-# At most forty, which the tests hold. The tests' own Triton alone compiles a block seen whole, small sums, and the portable
-# backward with softcap.
-OURS_ALONE = ("d128-block", "sum_and_cast", "sm_90/d128-softcap/attention_backward")
-KERNELS = [name for name in NAMED if name.startswith(GROUPS) and not any(kernel in name for kernel in OURS_ALONE)]
+# A test limits the number of kernels. Fully visible blocks, gradient sums and the portable backward with softcap are compiled
+# by the installed Triton only.
+INSTALLED_ONLY = ("d128-block", "sum_and_cast", "sm_90/d128-softcap/attention_backward")
+KERNELS = [name for name in KERNEL_NAMES if name.startswith(GROUPS) and not any(kernel in name for kernel in INSTALLED_ONLY)]
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def install(version: str, folder: Path) -> str:
-    """Triton alone into a folder: what is wrong, or nothing."""
+    """Install Triton without dependencies into a folder; return the error, or an empty string."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--target", folder, f"triton=={version}.*"], capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"pip could not install it: {last_line(done.stderr)}"
+    process = subprocess.run([*command, "--target", folder, f"triton=={version}.*"], capture_output=True, text=True)
+    return "" if process.returncode == 0 else f"pip could not install it: {last_line(process.stderr)}"
 
 
 def compile_with(version: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """What each kernel takes with the Triton in this folder; every one an error if it does not get that far."""
+    """Return each kernel's resources with the Triton in this folder; if its process fails, an error for each."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "cache")}
     program = f"import triton; assert triton.__version__.startswith('{version}.'), triton.__version__"
     for command in (["-c", program], ["-m", "tests.kernels.runtime.ahead", *GROUPS]):
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            return failed(last_line(done.stderr))
-    return json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if process.returncode:
+            return failed(last_line(process.stderr))
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def failed(why: str) -> dict[str, dict[str, Any]]:
-    return {name: {"error": why} for name in KERNELS}
+def failed(reason: str) -> dict[str, dict[str, Any]]:
+    return {name: {"error": reason} for name in KERNELS}
 
 
 def last_line(text: str) -> str:
@@ -55,31 +55,31 @@ def last_line(text: str) -> str:
 
 
 def rows(version: str, results: dict[str, dict[str, Any]]) -> tuple[list[str], bool]:
-    """The table's lines for one version, and whether all is well."""
-    lines, well = [], True
+    """Return the table's lines for one version, and whether every kernel is within its limits."""
+    lines, passed = [], True
     for name in KERNELS:
         kernel = results.get(name, {"error": "was not compiled"})
-        problem = wrong(name, kernel, version)
+        problem = problems(name, kernel, version)
         shared, spills = (kernel.get(key, "-") for key in ("shared", "spills"))
         lines.append(f"{version:<9}{name:<48}{shared:>8}{spills:>8}  {problem or 'ok'}")
-        well &= not problem
-    return lines, well
+        passed &= not problem
+    return lines, passed
 
 
 def main(argv: list[str]) -> int:
-    """0, or 1 if a kernel is not what it should be with some version."""
+    """Return 0, or 1 if a kernel exceeds a limit with some version."""
     if unknown := [version for version in argv if version not in VERSIONS]:
         raise SystemExit(f"{', '.join(unknown)}: the versions that we support are {', '.join(VERSIONS)}")
     print(f"{'triton':<9}{'kernel':<48}{'shared':>8}{'spills':>8}  bytes", flush=True)
-    well = True
+    passed = True
     for version in argv or VERSIONS:
         with tempfile.TemporaryDirectory() as name:
             problem = install(version, Path(name))
             results = failed(problem) if problem else compile_with(version, Path(name))
-        lines, fine = rows(version, results)
+        lines, version_passed = rows(version, results)
         print(*lines, sep="\n", flush=True)
-        well &= fine
-    return int(not well)
+        passed &= version_passed
+    return int(not passed)
 
 
 if __name__ == "__main__":

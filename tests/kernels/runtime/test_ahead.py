@@ -1,4 +1,4 @@
-"""Portable means that it compiles: every kernel for every chip, within its shared memory and without spilling."""
+"""Ahead-of-time compilation: every kernel compiles for every chip, within its shared memory and its limits of spills."""
 
 import json
 import os
@@ -7,125 +7,129 @@ import sys
 
 import pytest
 
-from tests.kernels.runtime import compat as versions
+from tests.kernels.runtime import compat
 from tests.kernels.runtime.ahead import (
     CONFIGURATIONS,
     GLUON,
-    MAY_SPILL,
-    NAMED,
-    ON_HOPPER,
-    RELOADS_NOTHING,
-    SPILL_MORE,
-    goes_ahead,
+    KERNEL_NAMES,
+    NO_RELOADS,
+    SM_90,
+    SPILL_LIMITS,
+    SPILL_LIMITS_BY_VERSION,
+    missing_barrier,
+    problems,
     reloads,
-    wrong,
 )
 
-SHARES = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # about as long each
+GROUPS = (("hopper", "sm_80"), ("sm_90", "sm_100", "gfx942"))  # of about the same compilation time
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict]:
-    """By two processes at once, as compiling uses one core."""
+    """Resources of all kernels, compiled by two processes, because compilation uses one core."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.kernels.runtime.ahead", *groups], env=environment, stdout=subprocess.PIPE, text=True
         )
-        for groups in SHARES
+        for groups in GROUPS
     ]
-    said = [process.communicate()[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "their errors are above"
-    return {name: kernel for text in said for name, kernel in json.loads(text.splitlines()[-1]).items()}
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "a process failed; its error is printed above"
+    return {name: kernel for text in outputs for name, kernel in json.loads(text.splitlines()[-1]).items()}
 
 
 def test_the_list_is_complete(compiled: dict[str, dict]) -> None:
-    assert sorted(compiled) == sorted(NAMED) and {*ON_HOPPER, *GLUON} == set(CONFIGURATIONS)
+    assert sorted(compiled) == sorted(KERNEL_NAMES) and {*SM_90, *GLUON} == set(CONFIGURATIONS)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_fits_the_chip(name: str, compiled: dict[str, dict]) -> None:
-    assert not wrong(name, compiled[name]), compiled[name]
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_a_kernel_is_within_the_limits_of_the_chip(name: str, compiled: dict[str, dict]) -> None:
+    assert not problems(name, compiled[name]), compiled[name]
 
 
-GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "ahead": "", "reloads": 0}
+GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "missing_barrier": "", "reloads": 0}
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (dict(), ""),
         (dict(error="CompilationError: no"), "CompilationError"),
         (dict(shared=227 * 1024 + 1), "shared memory above 232448"),
         (dict(spills=8), "spills above 0"),
         (dict(log="ptxas info: Potential Performance Loss: wgmma are serialized"), "serialized"),
-        (dict(warpgroup=False), "not used"),
-        (dict(ahead="this beside that"), "wait for its party: this beside that"),
+        (dict(warpgroup=False), "wgmma is not used"),
+        (dict(missing_barrier="this without that"), "barrier is missing in a partition: this without that"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict, says: str) -> None:
-    found = wrong("hopper/d64-causal/attention_forward", GOOD | change)
-    assert says in found and bool(found) == bool(change)
+def test_each_problem_is_reported(change: dict, message: str) -> None:
+    report = problems("hopper/d64-causal/attention_forward", GOOD | change)
+    assert message in report and bool(report) == bool(change)
 
 
-def test_reads_of_spilled_registers_in_a_loop_are_found() -> None:
-    """By versions that have had none; of a loop around loops only what is in these counts."""
-    assert {*RELOADS_NOTHING} <= {*NAMED}
-    for version, found in (("3.6.0", True), ("3.7.1", True), ("3.8.0", False)):
-        assert bool(wrong("hopper/d128-sums/attention_backward", GOOD | dict(reloads=1), version)) == found
-    text = "0010 LDL R1, [R1]|0020 HGMMA R2|0030 {}|0040 @P0 BRA 0x20|0050 LDL R1, [R1]|0060 @!P1 BRA 0x10|0070 BRA 0x30"
+def test_reloads_of_spilled_registers_in_a_loop_are_found() -> None:
+    """Reported for versions that have none; only innermost loops count."""
+    assert {*NO_RELOADS} <= {*KERNEL_NAMES}
+    for version, is_reported in (("3.6.0", True), ("3.7.1", True), ("3.8.0", False)):
+        assert bool(problems("hopper/d128-sums/attention_backward", GOOD | dict(reloads=1), version)) == is_reported
+    listing = "0010 LDL R1, [R1]|0020 HGMMA R2|0030 {}|0040 @P0 BRA 0x20|0050 LDL R1, [R1]|0060 @!P1 BRA 0x10|0070 BRA 0x30"
     for inside, count in (("IADD3 R1", 0), ("LDL.LU R9, [R1+0x4]", 1), ("@P1 LDL R9, [R1]", 1)):
-        lines = (line.split(" ", 1) for line in text.format(inside).split("|"))
-        assert reloads("".join(f"        /*{at}*/    {what} ;\n" for at, what in lines)) == count
+        lines = (line.split(" ", 1) for line in listing.format(inside).split("|"))
+        assert reloads("".join(f"        /*{at}*/    {text} ;\n" for at, text in lines)) == count
     assert reloads("        /*0010*/    EXIT ;\n") == 0
     with pytest.raises(ValueError, match="no loop"):
         reloads("        /*0010*/    HGMMA R2 ;\n")
 
 
-READS = "\tld.shared.b32 %r1, [%r2];"
-ARRIVES = "\t@%p3 mbarrier.arrive.shared::cta.b64 _, [%r4];"
-SENDS = "\t@%p18 cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1}], [%r2];"
-WAITS = "\tcp.async.bulk.wait_group.read 1;"
-WRITES = "\tst.shared.v2.b32 [%r1], {%r2, %r3};"
-LEAVES = "\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};"
-MEETS = "\tbar.sync \t2, 128;"
-WARP_MEETS, BEGINS = "\tbar.warp.sync \t-1;", "\tbarrier.sync \t1;"
+READ = "\tld.shared.b32 %r1, [%r2];"
+ARRIVE = "\t@%p3 mbarrier.arrive.shared::cta.b64 _, [%r4];"
+COPY_OUT = "\t@%p18 cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1}], [%r2];"
+WAIT = "\tcp.async.bulk.wait_group.read 1;"
+WRITE = "\tst.shared.v2.b32 [%r1], {%r2, %r3};"
+MATRIX_WRITE = "\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};"
+BARRIER = "\tbar.sync \t2, 128;"
+WARP_BARRIER, PARTITION_BARRIER = "\tbar.warp.sync \t-1;", "\tbarrier.sync \t1;"
 
 
-@pytest.mark.parametrize("ahead", [(READS, ARRIVES), (WRITES, SENDS), (LEAVES, SENDS), (WAITS, WRITES), (WAITS, LEAVES)])
-def test_a_thread_that_goes_ahead_of_its_party_is_found(ahead: tuple[str, str]) -> None:
-    first, second = ahead
-    assert goes_ahead("\n".join([MEETS, first, "\tmov.u32 %r1, 0;", second, MEETS, SENDS]))
-    assert not goes_ahead("\n".join([MEETS, first, MEETS, second, MEETS, SENDS]))
-    assert goes_ahead("\n".join([MEETS, first, WARP_MEETS, second, MEETS, SENDS]))
-    assert "no arrival" in goes_ahead("setmaxnreg.dec.sync.aligned.u32 24;") and "no copy" in goes_ahead(f"{MEETS}\n{WAITS}")
-    assert not goes_ahead("\n".join([BEGINS, WRITES, WARP_MEETS, ARRIVES, BEGINS]))  # a party of one warp
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(READ, ARRIVE), (WRITE, COPY_OUT), (MATRIX_WRITE, COPY_OUT), (WAIT, WRITE), (WAIT, MATRIX_WRITE)],
+)
+def test_a_missing_barrier_is_found(first: str, second: str) -> None:
+    assert missing_barrier("\n".join([BARRIER, first, "\tmov.u32 %r1, 0;", second, BARRIER, COPY_OUT]))
+    assert not missing_barrier("\n".join([BARRIER, first, BARRIER, second, BARRIER, COPY_OUT]))
+    assert missing_barrier("\n".join([BARRIER, first, WARP_BARRIER, second, BARRIER, COPY_OUT]))
+    assert "no arrival" in missing_barrier("setmaxnreg.dec.sync.aligned.u32 24;")
+    assert "no copy" in missing_barrier(f"{BARRIER}\n{WAIT}")
+    one_warp = [PARTITION_BARRIER, WRITE, WARP_BARRIER, ARRIVE, PARTITION_BARRIER]
+    assert not missing_barrier("\n".join(one_warp))
 
 
-def test_versions_that_spill_more_are_named() -> None:
+def test_spill_limits_depend_on_the_version() -> None:
     kernel = GOOD | dict(spills=8)
-    assert not wrong("hopper/d128-softcap/attention_forward", kernel, "3.9.1")
-    assert wrong("hopper/d128-softcap/attention_forward", kernel, "3.6.0")
-    for more in SPILL_MORE.values():
-        assert all(name in NAMED and size > MAY_SPILL.get(name, 0) for name, size in more.items())
-    assert set(SPILL_MORE) <= set(versions.VERSIONS) and set(MAY_SPILL) <= set(NAMED)
+    assert not problems("hopper/d128-softcap/attention_forward", kernel, "3.9.1")
+    assert problems("hopper/d128-softcap/attention_forward", kernel, "3.6.0")
+    for limits in SPILL_LIMITS_BY_VERSION.values():
+        assert all(name in KERNEL_NAMES and size > SPILL_LIMITS.get(name, 0) for name, size in limits.items())
+    assert set(SPILL_LIMITS_BY_VERSION) <= set(compat.VERSIONS) and set(SPILL_LIMITS) <= set(KERNEL_NAMES)
 
 
-def test_the_list_for_all_versions_is_short(capsys: pytest.CaptureFixture) -> None:
-    assert 30 <= len(versions.KERNELS) <= 45
-    results = dict.fromkeys(versions.KERNELS, GOOD)
-    lines, well = versions.rows("3.6", {name: kernel | dict(warpgroup=True) for name, kernel in results.items()})
-    assert well and len(lines) == len(results) and all(line.endswith("ok") for line in lines)
-    lines, well = versions.rows("3.6", results | {versions.KERNELS[0]: GOOD | dict(spills=4096)})
-    assert not well and "spills above" in lines[0]
-    lines, well = versions.rows("3.6", {})
-    assert not well and all("was not compiled" in line for line in lines)
+def test_compat_compiles_few_kernels_and_reports_each_failure(capsys: pytest.CaptureFixture) -> None:
+    assert 30 <= len(compat.KERNELS) <= 45
+    results = dict.fromkeys(compat.KERNELS, GOOD)
+    lines, passed = compat.rows("3.6", {name: kernel | dict(warpgroup=True) for name, kernel in results.items()})
+    assert passed and len(lines) == len(results) and all(line.endswith("ok") for line in lines)
+    lines, passed = compat.rows("3.6", results | {compat.KERNELS[0]: GOOD | dict(spills=4096)})
+    assert not passed and "spills above" in lines[0]
+    lines, passed = compat.rows("3.6", {})
+    assert not passed and all("was not compiled" in line for line in lines)
     with pytest.raises(SystemExit, match=r"3\.6, 3\.7, 3\.8, 3\.9"):
-        versions.main(["2.0"])
+        compat.main(["2.0"])
 
 
-def test_a_version_that_pip_does_not_have_is_a_failure(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    done = subprocess.CompletedProcess([], 1, "", "ERROR: no such version")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
-    assert versions.main(["3.9"]) == 1
-    assert capsys.readouterr().out.count("ERROR: no such version") == len(versions.KERNELS)
+def test_a_version_that_pip_cannot_install_is_a_failure(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    process = subprocess.CompletedProcess([], 1, "", "ERROR: no such version")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: process)
+    assert compat.main(["3.9"]) == 1
+    assert capsys.readouterr().out.count("ERROR: no such version") == len(compat.KERNELS)

@@ -1,0 +1,54 @@
+"""The choice of a backend, by name and by device and inputs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ringspan import attention
+from ringspan.kernels.backends.choose import adds_dq_atomically, choose_backend
+from ringspan.kernels.runtime import triton_compat
+
+
+def test_auto_chooses_by_device_and_inputs(device: str) -> None:
+    q = torch.randn(2, 24, 4, 16, device=device)
+    v = torch.randn(2, 24, 2, 16, device=device)
+    assert choose_backend("auto", q, v) == ("triton" if device == "cuda" else "chunked")
+    assert choose_backend("auto", q.double(), v.double()) == "chunked"
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    low = q.bfloat16(), v.bfloat16()
+    assert choose_backend("auto", *low) == ("hopper" if hopper else "triton" if device == "cuda" else "chunked")
+    assert choose_backend("auto", *low, dropout=0.1) == ("triton" if device == "cuda" else "chunked")
+    with pytest.raises(ValueError, match="needs an sm_90 GPU" if not hopper else "dropout"):
+        choose_backend("hopper", *low, dropout=0.1)
+
+
+def test_triton_rejects_fp64(device: str) -> None:
+    q = torch.zeros(2, 24, 4, 16, device=device, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"backend='triton' has no fp64: use backend='chunked'"):
+        attention(q, q, q, backend="triton")
+
+
+def test_the_choice_is_logged_once() -> None:
+    code = """
+import torch; from ringspan import attention
+q = torch.zeros(1, 2, 1, 16, dtype=torch.float64)
+attention(q, q, q), attention(q, q, q)
+"""
+    environment = {"RINGSPAN_LOG": "1", "PATH": "", "PYTHONPATH": "."}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.stderr.count("attention runs on chunked: triton has no fp64") == 1, process.stderr
+
+
+def test_only_hopper_adds_to_dq_atomically(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with a deterministic backward nor if the call uses the portable kernel."""
+    q = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="meta")
+    for chip, hopper in (("sm_90", True), ("sm_100", False)):
+        monkeypatch.setattr(triton_compat, "chip", lambda _, chip=chip: chip)
+        assert adds_dq_atomically(q, q) is hopper
+        assert not adds_dq_atomically(q, q, deterministic=True)
+        assert not adds_dq_atomically(q, q, dropout=0.1, seed=1)
+        assert not adds_dq_atomically(q, q, backend="triton")
+        assert not adds_dq_atomically(q.float(), q.float())
+    assert not adds_dq_atomically(torch.empty(1, 16, 2, 64), torch.empty(1, 16, 2, 64))
