@@ -1,10 +1,10 @@
-"""Starts the ranks of this machine: one for each GPU, or two on the CPU.
+"""Launcher: starts the ranks of this machine, one per GPU, or two on a CPU.
 
     ringspan launch [--ranks=N] [--multirun] [key=value …]
 
-The config is checked here first, so a mistake costs a second and no rank. The ranks are torchrun's. Ctrl-C, SIGTERM,
-SIGUSR1 and SIGHUP (of a terminal that closes) go to the ranks themselves, which save and leave; to torchrun they would mean
-the end of everything in 30 seconds.
+The launcher checks the config before it starts a rank, so a mistake costs a second. torchrun starts the ranks. Ctrl-C,
+SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are forwarded to the ranks, which save a checkpoint and exit. torchrun itself
+does not get them, because it would kill the ranks after 30 seconds.
 """
 
 import contextlib
@@ -26,90 +26,91 @@ PROGRAM = "ringspan launch"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run one job, or with --multirun the jobs of a sweep one after another; return the exit code of the first that failed."""
     argv = sys.argv[1:] if argv is None else argv
     multirun = any(text in ("--multirun", "-m") for text in argv)
-    given = [text for text in argv if text.startswith("--ranks=")]
-    rest = [text for text in argv if text not in (*given, "--multirun", "-m")]
+    rank_flags = [text for text in argv if text.startswith("--ranks=")]
+    rest = [text for text in argv if text not in (*rank_flags, "--multirun", "-m")]
     try:
         if "--ranks" in argv or "--ranks=" in argv:
             raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
-        num_ranks = _ranks(given)
-        flags, overrides = compose.split(rest)
-        jobs = _named(compose.sweep(overrides, flags.get("config-dir"))) if multirun else [overrides]
+        num_ranks = _num_ranks(rank_flags)
+        flags, overrides = compose.split_flags(rest)
+        jobs = _number_names(compose.sweep(overrides, flags.get("config-dir"))) if multirun else [overrides]
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
-    given = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
-    os.environ["WORLD_SIZE"] = str(num_ranks)  # the check is for so many; torchrun sets its own
-    configs = [compose.main(PROGRAM, __doc__, [*given, *job]).config for job in jobs]  # ends here if something is wrong
+    flag_words = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
+    os.environ["WORLD_SIZE"] = str(num_ranks)  # for the check below; torchrun sets it for the ranks
+    configs = [compose.main(PROGRAM, __doc__, [*flag_words, *job]).config for job in jobs]  # exits on a wrong config
     del os.environ["WORLD_SIZE"]
     if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
-        print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}: they will take turns", file=sys.stderr)
+        print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}, so they run slowly", file=sys.stderr)
     if len(jobs) == 1:
-        return start([*given, *jobs[0]], num_ranks)[0]
-    same = set.intersection(*map(set, jobs))
+        return start([*flag_words, *jobs[0]], num_ranks)[0]
+    common = set.intersection(*map(set, jobs))
     runs: list[tuple[str, Path, int]] = []
-    alike: Counter[Path] = Counter()  # jobs that differ only in how they are split share a name, and are numbered
+    same_name: Counter[Path] = Counter()  # jobs that differ only in their sharding share a name, and get numbers
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
-        own = " ".join(text for text in job if text not in same)
-        _say(f"\n[{number} of {len(jobs)}] {own}")
+        label = " ".join(text for text in job if text not in common)
+        _print(f"\n[{number} of {len(jobs)}] {label}")
         first = run_folder.choose(config, number=1)
-        alike[first] += 1
-        folder = run_folder.choose(config, number=alike[first])
-        if _finished(config, folder):
-            _say(f"{os.path.relpath(folder)} is finished, so it is not run again (checkpoint.resume=none would)")
-            runs.append((own, folder, 0))
+        same_name[first] += 1
+        folder = run_folder.choose(config, number=same_name[first])
+        if _is_finished(config, folder):
+            _print(f"{os.path.relpath(folder)} is finished, so it is not run again; checkpoint.resume=none runs it again")
+            runs.append((label, folder, 0))
             continue
         folder = run_folder.choose(config)
-        code, stopped = start([*given, *job], num_ranks)
-        runs.append((own, folder, code))
-        if stopped or code == 2:  # who stops one job does not want the next, and a mistake is in all of them
+        code, stopped = start([*flag_words, *job], num_ranks)
+        runs.append((label, folder, code))
+        if stopped or code == 2:  # a signal stops the whole sweep; a wrong option (exit code 2) is in every job
             break
-    _say(f"\n{sweep.table(runs)}")
+    _print(f"\n{sweep.table(runs)}")
     return next((code for *_, code in runs if code), 0)
 
 
 def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
-    """Runs torchrun to its end; its exit code, and whether it was asked to stop."""
+    """Run the trainer under torchrun until it exits; return its exit code, and whether a signal asked it to stop."""
     command = [sys.executable, "-m", "ringspan.launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", threads)  # torchrun would take 1 and print a banner
-    heard: list[int] = []
-    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup wants it
-        caught.append(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in caught}
-    told = 0
+    environment.setdefault("OMP_NUM_THREADS", threads)  # otherwise torchrun sets 1 and prints a banner
+    received: list[int] = []
+    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN
+        handled.append(signal.SIGHUP)
+    original = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
+    num_forwarded = 0
     try:
-        # In a session of its own it hears no Ctrl-C from the terminal: what the ranks hear is decided here.
+        # In its own session torchrun gets no Ctrl-C from the terminal; only _forward_signal decides what the ranks get.
         process = subprocess.Popen(
             [*command, "-m", "ringspan.trainer.train", *arguments], env=environment, start_new_session=True
         )
         while process.poll() is None:
-            for number in heard[told:]:
-                told += 1
-                _tell(process, number, again=told > 1)
+            for number in received[num_forwarded:]:
+                num_forwarded += 1
+                _forward_signal(process, number, repeated=num_forwarded > 1)
             time.sleep(0.1)
     finally:
-        for number, handler in before.items():
+        for number, handler in original.items():
             signal.signal(number, handler)
-    return process.returncode, bool(heard)
+    return process.returncode, bool(received)
 
 
-def _tell(process: subprocess.Popen[bytes], number: int, again: bool) -> None:
-    """Hands a signal to the ranks; before there are any nothing can be saved, and a second Ctrl-C means now."""
+def _forward_signal(process: subprocess.Popen[bytes], number: int, repeated: bool) -> None:
+    """Forward a signal to the ranks. Without ranks, or on a second Ctrl-C, terminate torchrun at once."""
     ranks = workers(process.pid)
-    if not ranks or (again and number == signal.SIGINT):
+    if not ranks or (repeated and number == signal.SIGINT):
         process.terminate()
         return
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the rank has just exited
             os.kill(rank, signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
 
 def workers(parent: int) -> list[int]:
-    """The ranks: torchrun's children that run the trainer."""
-    found = []
+    """Return the process ids of the ranks: the children of torchrun, `parent`, that run the trainer."""
+    ranks = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
@@ -117,12 +118,12 @@ def workers(parent: int) -> list[int]:
         except (OSError, ValueError, IndexError):
             continue
         if ppid == parent and b"trainer.train" in command:
-            found.append(int(entry.name))
-    return found
+            ranks.append(int(entry.name))
+    return ranks
 
 
-def _finished(config: Config, folder: Path) -> bool:
-    """Whether this very run has ended. A folder that was given a name may hold another: that is for the ranks to say."""
+def _is_finished(config: Config, folder: Path) -> bool:
+    """Whether this run has finished. A named folder may hold a run with other options, which the ranks report."""
     if config.checkpoint.resume == "none" or not (folder / run_folder.FINISHED).exists():
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -130,15 +131,15 @@ def _finished(config: Config, folder: Path) -> bool:
     return False
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except OSError:  # the terminal is gone; what the buffer still holds would be an error at exit
+    except OSError:  # the terminal is closed; stdout's buffer would raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _named(jobs: list[list[str]]) -> list[list[str]]:
-    """A name that several jobs share gets the job's number, for each needs a folder of its own."""
+def _number_names(jobs: list[list[str]]) -> list[list[str]]:
+    """Append the job's number to a name that several jobs share, because each needs its own folder."""
     names = Counter(text for job in jobs for text in job if re.fullmatch(r"name=.*\w.*", text))
     return [
         [re.sub(r"(['\"]?)$", rf"-{number}\1", text, count=1) if names[text] > 1 else text for text in job]
@@ -146,11 +147,12 @@ def _named(jobs: list[list[str]]) -> list[list[str]]:
     ]
 
 
-def _ranks(given: list[str]) -> int:
-    if given:
-        text = given[-1].partition("=")[2]
+def _num_ranks(rank_flags: list[str]) -> int:
+    """Value of the last --ranks=N, else the number of GPUs, else 2."""
+    if rank_flags:
+        text = rank_flags[-1].partition("=")[2]
         if not text.isdigit() or int(text) < 1:
-            raise compose.ConfigError(f"{given[-1]}: a number of ranks, at least 1")
+            raise compose.ConfigError(f"{rank_flags[-1]}: not a number of ranks; at least 1 works")
         return int(text)
     if not validate.has_gpu():
         return 2

@@ -1,10 +1,10 @@
-"""What this machine is, and what stands in the way: `ringspan doctor`, or with --links to measure between GPUs.
+"""Doctor: checks this machine for training. `ringspan doctor`, or with --links to measure the links between its GPUs.
 
-Each finding is one line, with what to do about it. Exit code 0: everything that training needs is there.
+Each finding is one line: `ok`, `note` with a hint, or `BAD` with a remedy. The exit code is 1 if one is BAD, else 0. The doctor
+needs none of the packages that it checks.
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -15,19 +15,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ringspan
 from ringspan import ROOT
 
-NEEDED = {"torch": "2.11", "deepspeed": "0.19", "hydra-core": "1.3", "numpy": "1.26"}
-OPTIONAL = ["triton", "wandb", "tensorboard", "tokenizers", "tiktoken"]
-OURS = ["kernels", "parallel", "trainer", "launch", "conf"]
+REQUIRED = {"torch": "2.11", "numpy": "1.26"}
+TRAIN = {"deepspeed": "0.19", "hydra-core": "1.3", "wandb": "0"}  # the extra ringspan[train]
+OPTIONAL = {  # package: how to install it
+    "triton": "pip install triton",
+    "tensorboard": "pip install tensorboard",
+    "tokenizers": 'pip install "ringspan[tokenizers]"',
+    "tiktoken": 'pip install "ringspan[tokenizers]"',
+}
 GIB = 2**30
-KERNEL, NVLINK = 6e14, 1e11  # FLOP/s of our kernels on Hopper, and bytes a second that NVLink has at least
-# A causal backward's block of n · n tokens takes 5 n² FLOPs for each column of a query head, and for each of a KV head travel
-# 12 n bytes: 4 of K and V, 8 of their gradients in fp32. (A forward has 2 n² and 4 n.)
-FLOPS_A_BYTE = 5 / 12  # times n
+KERNEL_FLOPS = 6e14  # FLOP/s of our kernels on Hopper
+NVLINK = 1e11  # bytes per second: the least that an NVLink connection has
+# A causal backward's block of n · n tokens needs 5 n² FLOPs per column of a query head. Per column of a KV head 12 n bytes are
+# transferred: 4 of K and V, 8 of their gradients in fp32. (A forward needs 2 n² FLOPs and 4 n bytes.)
+FLOPS_PER_BYTE = 5 / 12  # times n
 
 
 class Doctor:
+    """Prints findings and counts the problems among them."""
+
     def __init__(self) -> None:
         self.problems = 0
 
@@ -43,54 +52,70 @@ class Doctor:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run all checks; return 0, or 1 if there are problems."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
     if unknown := [text for text in argv if text != "--links"]:
-        print(f"ringspan doctor: {unknown[0]}: there is only --links", file=sys.stderr)
+        print(f"ringspan doctor: {unknown[0]}: not an option; the only one is --links", file=sys.stderr)
         return 2
     doctor = Doctor()
-    for title, examine in (("versions", versions), ("names", names), ("machine", machine), ("GPUs", gpus)):
+    checks = (("versions", versions), ("installation", installation), ("machine", machine), ("GPUs", gpus))
+    for title, check in checks:
         print(title)
-        examine(doctor)
+        check(doctor)
     if "--links" in argv:
         print("links")
         links(doctor)
-    print(
-        f"{doctor.problems} problem{'s' * (doctor.problems != 1)}"
-        if doctor.problems
-        else "nothing stands in the way: make train"
-    )
+    if doctor.problems:
+        print(f"{doctor.problems} problem{'s' * (doctor.problems != 1)}")
+    elif any(_version(name) is None for name in TRAIN):
+        print('no problems; for training, pip install "ringspan[train]"')
+    else:
+        print("no problems; start with: ringspan launch experiment=laptop")
     return int(doctor.problems > 0)
 
 
 def versions(doctor: Doctor) -> None:
+    """Check the versions of all packages. The packages of extras may be missing, but not too old."""
     doctor.good(f"Python {platform.python_version()}")
-    for name, least in NEEDED.items():
-        found = _version(name)
-        if found is None:
-            doctor.bad(f"{name} is not installed", "make train installs it into .venv")
-        elif _number(found) < _number(least):
-            doctor.bad(f"{name} {found}", f"{least} or newer is needed")
+    for name, minimum in (REQUIRED | TRAIN).items():
+        version = _version(name)
+        if version is not None and _number(version) < _number(minimum):
+            doctor.bad(f"{name} {version}", f'too old; pip install "{name}>={minimum}"')
+        elif version is not None:
+            doctor.good(f"{name} {version}")
+        elif name in REQUIRED:
+            doctor.bad(f"{name} is not installed", f'pip install "{name}>={minimum}"')
         else:
-            doctor.good(f"{name} {found}")
-    for name in OPTIONAL:
-        found = _version(name)
-        doctor.good(f"{name} {found}") if found else doctor.note(f"{name} is not installed", f"optional; pip install {name}")
+            doctor.note(f"{name} is not installed", 'training needs it; pip install "ringspan[train]"')
+    for name, remedy in OPTIONAL.items():
+        version = _version(name)
+        if version is not None:
+            doctor.good(f"{name} {version}")
+        else:
+            doctor.note(f"{name} is not installed", f"optional; {remedy}")
 
 
-def names(doctor: Doctor) -> None:
-    """Other packages use some of our names."""
-    for name in OURS:
-        spec = importlib.util.find_spec(name)
-        places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
-        if places and not str(places[0]).startswith(str(ROOT)):
-            doctor.bad(f"`import {name}` finds {places[0]}", f"it hides ours; uninstall that package, or run from {ROOT}")
-    doctor.good(f"{', '.join(OURS)} are ours")
+def installation(doctor: Doctor) -> None:
+    """Check that a rank that starts in the current folder imports the same `ringspan` as this process."""
+    code = "import ringspan; print(ringspan.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    path = done.stdout.strip()
+    if done.returncode or path in ("", "None"):
+        doctor.bad("`import ringspan` fails in this folder", f"pip install ringspan, or change to {ROOT}")
+    elif Path(path).resolve() != Path(ringspan.__file__).resolve():
+        doctor.bad(
+            f"`import ringspan` finds {path} in this folder, and the doctor is of {ringspan.__file__}",
+            "ranks would import the former; uninstall one of them, or change to another folder",
+        )
+    else:
+        doctor.good(f"ringspan {ringspan.__version__} in {ROOT}")
 
 
 def machine(doctor: Doctor) -> None:
+    """Check cores, memory, disk space and the C++ compiler."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     doctor.good(f"{cores} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}")
@@ -98,72 +123,75 @@ def machine(doctor: Doctor) -> None:
         doctor.bad(platform.system(), "only Linux is tested")
     shm = Path("/dev/shm")
     if shm.exists() and shutil.disk_usage(shm).total < GIB:
-        doctor.note("/dev/shm has less than 1 GiB", "NCCL wants more: docker run --shm-size=8g")
-    free = shutil.disk_usage(ROOT).free / GIB
+        doctor.note("/dev/shm has less than 1 GiB", "NCCL needs more: docker run --shm-size=8g")
+    free = shutil.disk_usage(Path.cwd()).free / GIB
     if free < 5:
-        doctor.note(f"{free:.1f} GiB are free here", "a checkpoint takes 12 bytes a weight: set runs=…")
+        doctor.note(f"the disk of this folder has {free:.1f} GiB free", "a checkpoint takes 12 bytes per weight: set runs=…")
     if shutil.which("g++") is None and shutil.which("c++") is None:
-        doctor.note(
-            "no C++ compiler", "needed for engine.offload_optimizer and engine.compile=on on a CPU; the rest works without"
-        )
+        doctor.note("no C++ compiler", "only engine.offload_optimizer, and engine.compile=on on a CPU, need one")
 
 
 def gpus(doctor: Doctor) -> None:
+    """Check that torch can use the GPUs of this machine."""
     if _version("torch") is None:
         return
     import torch
 
     if not torch.cuda.is_available():
-        seen = any(Path("/dev").glob("nvidia[0-9]*"))
-        if seen:
+        if any(Path("/dev").glob("nvidia[0-9]*")):
             doctor.bad("torch sees no GPU, but there is one", "install a torch for CUDA, or a newer driver")
         else:
-            doctor.note("no GPU", "two gloo ranks on the CPU stand in: make train")
+            doctor.note("no GPU", "training runs as two gloo ranks on the CPU")
         return
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        doctor.good(f"{index}: {found.name}, {found.total_memory / GIB:.0f} GiB, sm_{found.major}{found.minor}")
+        gpu = torch.cuda.get_device_properties(index)
+        doctor.good(f"{index}: {gpu.name}, {gpu.total_memory / GIB:.0f} GiB, sm_{gpu.major}{gpu.minor}")
         free, total = torch.cuda.mem_get_info(index)
         if free < 0.9 * total:
-            doctor.note(f"{index}: only {free / GIB:.0f} GiB are free", "nvidia-smi shows who has the rest")
-        if found.major < 8:
+            doctor.note(f"{index}: only {free / GIB:.0f} GiB are free", "nvidia-smi shows which process has the rest")
+        if gpu.major < 8:
             doctor.bad(
-                f"{index}: sm_{found.major}{found.minor}",
+                f"{index}: sm_{gpu.major}{gpu.minor}",
                 "the kernels need sm_80 or newer; parallel.attention=chunked works",
             )
     doctor.good(f"torch for CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
 
 
 def links(doctor: Doctor) -> None:
-    """From each GPU to the next, all at once, which is what ring attention does."""
-    num = _num_gpus()
-    if num < 2:
-        doctor.note(f"{num} GPU{'s' * (num != 1)}", "links are measured between two or more")
+    """Measure the links: every GPU sends to the next one at the same time, as ring attention does."""
+    num_gpus = _num_gpus()
+    if num_gpus < 2:
+        doctor.note(f"{num_gpus} GPU{'s' * (num_gpus != 1)}", "links are measured between two or more")
         return
-    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", "-m", "ringspan.launch.doctor", "--links"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
+    command = [sys.executable, *torchrun, "-m", "ringspan.launch.doctor", "--links"]
     try:
-        done = subprocess.run([sys.executable, *run], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        # With cwd=ROOT, -m finds this installation of ringspan.
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1] if done.returncode else ""
-        measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        measurements = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     except subprocess.TimeoutExpired:
-        reason, measured = "no answer in 300 seconds", []
+        reason, measurements = "no answer in 300 seconds", []
     if reason:
-        doctor.bad(f"{num} GPUs do not reach each other ({reason})", "NCCL_DEBUG=INFO ringspan doctor --links says more")
-    for found in measured:
-        if "error" in found:
-            doctor.note(f"no {found['way']} ({found['error']})", "parallel.transport=p2p needs none")
+        doctor.bad(
+            f"{num_gpus} GPUs do not reach each other ({reason})", "NCCL_DEBUG=INFO ringspan doctor --links shows details"
+        )
+    for result in measurements:
+        if "error" in result:
+            doctor.note(f"no {result['method']} ({result['error']})", "the ring's transport p2p needs none")
         else:
-            doctor.good(f"{found['way']}: {found['speed'] / 1e9:.0f} GB/s of {found['mib']} MiB, all {num} GPUs at once")
-    fastest = max((found["speed"] for found in measured if "speed" in found), default=0.0)
+            speed = f"{result['speed'] / 1e9:.0f} GB/s of {result['mib']} MiB"
+            doctor.good(f"{result['method']}: {speed}, all {num_gpus} GPUs concurrently")
+    fastest = max((result["speed"] for result in measurements if "speed" in result), default=0.0)
     if fastest:
-        tokens = KERNEL / FLOPS_A_BYTE / fastest
+        tokens = KERNEL_FLOPS / FLOPS_PER_BYTE / fastest
         doctor.good(
-            f"travel hides behind attention from some {tokens / 1024:.0f}k tokens a GPU on, with GQA 4:1 from a quarter"
+            f"attention hides all transfers from about {tokens / 1024:.0f}k tokens per GPU, with GQA 4:1 from a quarter of that"
         )
         if fastest < NVLINK:
             doctor.note(
                 "slower than NVLink",
-                "nvidia-smi topo -m shows what is between them; have as many tokens a GPU, or a smaller parallel.ring",
+                "nvidia-smi topo -m shows the connections; use that many tokens per GPU, or a smaller parallel.ring",
             )
 
 
@@ -176,48 +204,50 @@ def _num_gpus() -> int:
 
 
 def measure_links() -> None:
-    """One rank of the measurement. The first prints a line of JSON for each."""
+    """Measure the links as one rank; the first rank prints a line of JSON for each measurement."""
     import torch
     import torch.distributed as dist
 
-    from ringspan.parallel.transport.copy_engine import shown_by
+    from ringspan.parallel.transport.copy_engine import symmetric_buffers
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
 
-    def messages(out: Any, back: Any) -> None:
-        ops = [dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, back, (rank - 1) % world)]
+    def send_recv(send: Any, recv: Any) -> None:
+        ops = [dist.P2POp(dist.isend, send, (rank + 1) % world), dist.P2POp(dist.irecv, recv, (rank - 1) % world)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    def copies(out: Any, back: Any) -> None:
-        shown = shown_by(dist.group.WORLD, device)
-        shown.make_room("links", out.nbytes, device)
-        shown.rows("links", (rank + 1) % world, 0, out.shape, out.dtype).copy_(out)
+    def copy(send: Any, recv: Any) -> None:
+        memory = symmetric_buffers(group, device)
+        memory.allocate("links", send.nbytes, device)
+        memory.view("links", (rank + 1) % world, 0, send.shape, send.dtype).copy_(send)
 
-    def tell(**found: Any) -> None:
+    def report(**result: Any) -> None:
         if rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
 
-    for way, once in (("messages", messages), ("copy engines", copies)):
+    for method, transfer in (("messages", send_recv), ("copy engines", copy)):
         for mib in (4, 64, 256):
-            out = torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
-            back = torch.empty_like(out)
+            send = torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
+            recv = torch.empty_like(send)
             try:
                 for _ in range(3):
-                    once(out, back)
-            except RuntimeError as error:  # on all ranks alike: it is about what this host has
-                tell(way=way, error=str(error).splitlines()[0])
+                    transfer(send, recv)
+            except RuntimeError as error:  # a property of the host, so all ranks raise it
+                report(method=method, error=str(error).splitlines()[0])
                 break
             torch.cuda.synchronize()
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(10):
-                once(out, back)
+                transfer(send, recv)
             torch.cuda.synchronize()
-            tell(way=way, mib=mib, speed=10 * out.nbytes / (time.perf_counter() - began))
+            report(method=method, mib=mib, speed=10 * send.nbytes / (time.perf_counter() - start))
     dist.destroy_process_group()
 
 

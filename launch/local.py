@@ -1,6 +1,6 @@
-"""torchrun for the ranks of one machine, without its own report of what went wrong: the rank that failed has told that.
+"""torchrun for the ranks of one machine, without torchrun's own error report: the rank that failed has printed its message.
 
-What is added is what no rank can say: which of them was killed, and by what. The exit code is the failed rank's.
+It adds the one fact that no rank can report: which rank was killed, and by which signal. The exit code is the failed rank's.
 """
 
 import logging
@@ -11,27 +11,33 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-WAY_ON = "the same command goes on from the last checkpoint, if there is one (checkpoint=often saves some on the way)"
+RESUME_HINT = (
+    "the same `ringspan launch` command resumes from the last checkpoint, if there is one (checkpoint=often saves more of them)"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    logging.disable(logging.ERROR)  # torchrun's; the ranks are processes of their own
+    """Run torchrun with these arguments; return the exit code."""
+    logging.disable(logging.ERROR)  # torchrun's own; the ranks are separate processes
     try:
         run.run(run.parse_args(argv))
     except ChildFailedError as error:
-        return tell(error.failures)
+        return report_failures(error.failures)
     except SignalException as error:
         return 128 + error.sigval
     return 0
 
 
-def tell(failures: dict[int, ProcessFailure]) -> int:
-    """A killed rank takes the others with it, so it is the first cause; torchrun itself ends ranks with SIGTERM."""
+def report_failures(failures: dict[int, ProcessFailure]) -> int:
+    """Print which rank was killed, if any, and return the exit code.
+
+    A killed rank is the first cause, because the other ranks then fail too. torchrun itself ends ranks with SIGTERM.
+    """
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name
-            why = " (if nobody sent it: the machine was out of memory)" if name == "SIGKILL" else ""
-            print(f"rank {rank} was ended by {name}{why}; {WAY_ON}", file=sys.stderr)
+            cause = " (if no user sent it, the machine was out of memory)" if name == "SIGKILL" else ""
+            print(f"rank {rank} was ended by {name}{cause}; {RESUME_HINT}", file=sys.stderr)
             return 128 - failure.exitcode
     code = min(failures.values(), key=lambda failure: failure.timestamp).exitcode
     return code if code > 0 else 128 - code

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A run over several nodes: sbatch launch/slurm.sh experiment=llama_8b_1m parallel.ring=16
-# Before its time is over SLURM sends SIGUSR1: the ranks save and leave, and the job comes back and goes on (resume=auto).
+# Run on several nodes: sbatch launch/slurm.sh experiment=llama_8b_1m parallel.ring=16
+# SLURM sends SIGUSR1 300 seconds before the time limit. The ranks save and exit, the job is requeued, and it resumes
+# (checkpoint.resume=auto).
 #SBATCH --job-name=ringspan
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,14 +17,15 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
 PYTHON=${PYTHON:-.venv/bin/python}
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 
-# All ranks write into one folder, named by the job: a requeued job has the same number.
+# The run folder is named by the job id, which all ranks share and a requeued job keeps.
 for argument in "$@"; do [[ $argument == name=* ]] && NAMED=yes; done
 [[ ${NAMED:-} ]] || set -- "$@" "name=slurm-$SLURM_JOB_ID"
 
-WORLD_SIZE=$((SLURM_NNODES * GPUS)) "$PYTHON" -m ringspan.trainer.train --cfg job "$@" > /dev/null  # a wrong config ends here, not on every node
+WORLD_SIZE=$((SLURM_NNODES * GPUS)) "$PYTHON" -m ringspan.trainer.train --cfg job "$@" > /dev/null  # reports a wrong config once, before any node starts
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# SIGUSR1 would end torchrun and orphan its ranks, and SIGTERM becomes SIGKILL after 30 seconds: it is told to pass both on.
+# By default SIGUSR1 kills torchrun and orphans its ranks, and torchrun turns SIGTERM into SIGKILL after 30 seconds. With these
+# options it forwards both and waits.
 export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 PATIENCE=$("$PYTHON" -m torch.distributed.run --help 2> /dev/null | grep -q -- --shutdown-timeout && echo --shutdown-timeout=280 || true)
 
@@ -38,8 +40,8 @@ trap 'stopped=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0" || kill -USR1 $STEP' 
 trap 'scancel --signal=TERM "$SLURM_JOB_ID.0" || kill -TERM $STEP' TERM
 code=0
 wait $STEP || code=$?
-while kill -0 $STEP 2> /dev/null; do wait $STEP && code=0 || code=$?; done  # a signal ends a wait, not the step
+while kill -0 $STEP 2> /dev/null; do wait $STEP && code=0 || code=$?; done  # a signal interrupts wait, but not the step
 if [[ $stopped ]]; then
-  scontrol requeue "$SLURM_JOB_ID"  # saved: on with it in the next slot
+  scontrol requeue "$SLURM_JOB_ID"  # the checkpoint is saved, and the next allocation resumes from it
 fi
 exit $code

@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, side by side.
+"""Table of the results of a sweep: one line per run, the best loss first.
 
 held out   loss    tokens/s   step
 4.599      5.308      15.2k      3   seed=1 optim.lr=0.002   runs/tiny-512-fb5327
@@ -15,29 +15,38 @@ from typing import Any
 
 from ringspan.trainer.checkpoint import run_folder
 
-LAST = 10  # steps that a loss is the mean of: one alone is noise
+LAST = 10  # steps that a loss is averaged over, because a single one is noisy
 
 
 def table(runs: list[tuple[str, Path, int]]) -> str:
-    """A line for each (what was different, folder, exit code), the best loss first, and last those whose code is not 0."""
-    found = [(code, outcome(folder), label, folder) for label, folder, code in runs]
-    found.sort(key=lambda run: (run[0] != 0, _first(run[1]["held_out"], run[1]["loss"], math.inf)))
+    """Return a table with a line per run: the best loss first, failed runs last.
+
+    Args:
+        runs: (label, folder, exit code) of each run; the label has the options that differ between the runs.
+    """
+    rows = [(code, outcome(folder), label, folder) for label, folder, code in runs]
+    rows.sort(key=lambda row: (row[0] != 0, _first(row[1]["held_out"], row[1]["loss"], math.inf)))
     lines = [f"{'held out':<11}{'loss':<8}{'tokens/s':>8}{'step':>7}"]
-    for code, its, label, folder in found:
-        cells = [_number(its["held_out"], 11), _number(its["loss"], 8), _thousands(its["tokens_per_s"]), f"{its['step']:>7}"]
+    for code, result, label, folder in rows:
+        cells = [
+            _number(result["held_out"], 11),
+            _number(result["loss"], 8),
+            _thousands(result["tokens_per_s"]),
+            f"{result['step']:>7}",
+        ]
         failed = f"   failed: exit code {code}" if code else ""
         lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}{failed}")
     return "\n".join([*lines, f"(loss: the mean of the last {LAST} steps; held out: of the last evaluation)"])
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """The last losses of a run, and its usual speed; None for what it has not."""
-    found: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
-    with contextlib.suppress(OSError, ValueError):  # it never began, or was killed while it wrote
-        for line in run_folder.lines(folder / "metrics.jsonl"):
-            found.setdefault(line["kind"], []).append(line)
-    steps, held_out = found["train"], found["held_out"]
-    losses = [line["loss"] for line in steps[-LAST:]]  # null where it was not finite: JSON has no NaN
+    """Return the last step, the last losses and the median speed of a run; None for a value that metrics.jsonl lacks."""
+    metrics: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
+    with contextlib.suppress(OSError, ValueError):  # the run never started, or was killed during a write
+        for line in run_folder.read_jsonl(folder / "metrics.jsonl"):
+            metrics.setdefault(line["kind"], []).append(line)
+    steps, held_out = metrics["train"], metrics["held_out"]
+    losses = [line["loss"] for line in steps[-LAST:]]  # a loss that is not finite is null, because JSON has no NaN
     return {
         "step": steps[-1]["step"] if steps else 0,
         "loss": statistics.fmean(losses) if losses and None not in losses else None,
@@ -47,7 +56,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def _first(*values: float | None) -> float:
-    """NaN, which older files hold and which has no place in an order, counts as the worst."""
+    """The first value that is not None. NaN, which older files contain, sorts as the worst."""
     first = next(value for value in values if value is not None)
     return math.inf if math.isnan(first) else first
 

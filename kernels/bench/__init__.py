@@ -1,1 +1,1 @@
-"""Benchmarks of attention on one GPU: `ringspan bench kernels`."""
+"""Benchmarks of attention on one GPU: `ringspan bench kernels` and `ringspan bench tune`."""

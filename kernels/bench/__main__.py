@@ -1,21 +1,20 @@
-"""How fast, how lean and how exact every attention backend is, beside every rival that is installed.
+"""Benchmark of every attention backend and every installed baseline: speed, memory and accuracy on one GPU.
 
-    ringspan bench kernels                                     # the shapes that matter, on whatever this machine has
+    ringspan bench kernels                                     # the default shapes, on this machine's GPU or CPU
     ringspan bench kernels --shapes d64-gqa4-causal-32k --only triton,fa4 --save
-    ringspan bench kernels --roofline                          # what limits each, and how near it comes: see roofline.py
-    ringspan bench kernels --only hopper --cycles              # clock cycles, to compare with those of another checkout
-    ringspan bench kernels --only hopper,fa4 --cycles --energy # and joules: what a clock is low for
-    ringspan bench kernels --only hopper,fa4 --counters        # which unit of the chip is busy how much: see nsight.py
+    ringspan bench kernels --roofline                          # limits, and the measured share of them: see roofline.py
+    ringspan bench kernels --only hopper --cycles              # clock cycles, to compare two checkouts
+    ringspan bench kernels --only hopper,fa4 --cycles --energy # and joules, which explain a low clock
+    ringspan bench kernels --only hopper,fa4 --counters        # utilisation of the GPU's units: see nsight.py
 
-Every kernel gets the same inputs and first has to be right: out, dq, dk and dv of the first and the last KV head, at full
-length, against the definition computed in fp32 (fp64 for fp32 inputs); and finite everywhere. Only then is it timed. Clocks
-drift within minutes, so kernels take turns: a round times each once (the median of many calls), every other round the other
-way round, and the median over rounds is reported beside the slowest and the fastest. Memory is what a call needs beyond inputs,
-output and gradients.
+Every kernel gets equal inputs and is checked first: out, dq, dk and dv of the first and the last KV head, at full length,
+against fp32 (fp64 for fp32 inputs). All values must be finite. Only a correct kernel is timed. Clocks drift within minutes,
+so rounds alternate: a round times each kernel once (the median of many calls), and every other round runs in reverse order.
+The table shows the median over rounds with the slowest and the fastest. Memory is a call's peak beyond inputs, output and
+gradients.
 """
 
 import argparse
-import contextlib
 import json
 import shlex
 import sys
@@ -26,20 +25,31 @@ from pathlib import Path
 import torch
 
 from ringspan.kernels.bench import nsight, roofline
-from ringspan.kernels.bench.baselines import WAYS
-from ringspan.kernels.bench.measure import DTYPES, RESULTS, Count, Row, kernels, machine, measure, slug
+from ringspan.kernels.bench.baselines import DIRECTIONS
+from ringspan.kernels.bench.measure import (
+    DTYPES,
+    RESULTS,
+    SAVE_HELP,
+    CounterFn,
+    Row,
+    kernels,
+    machine,
+    measure,
+    result_path,
+    slug,
+)
 from ringspan.kernels.bench.plots import draw_roofline
 from ringspan.kernels.bench.shapes import DEFAULT_SHAPES, SHAPES, Shape
 
 NVIDIA_ONLY = dict(
     cycles="the clocks of NVIDIA's multiprocessors",
     energy="the counter of NVIDIA's driver",
-    counters="what Nsight Compute counts on NVIDIA's GPUs",
+    counters="the counters of NVIDIA's GPUs, by Nsight Compute",
 )
 
 
 def report(shape: Shape, rows: list[Row]) -> str:
-    """The table of one shape, and our share of the best rival and of FlexAttention."""
+    """Return the table of one shape, and the ratio of our best kernel to the best baseline and to FlexAttention."""
     heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
     lines = [
         f"\n{shape.name}: batch {shape.batch}, {shape.length} tokens, {heads}; TFLOP/s (slowest-fastest round)",
@@ -49,9 +59,9 @@ def report(shape: Shape, rows: list[Row]) -> str:
     for row in rows:
         line = f"  {row['kernel']:<15}"
         if row["status"] == "ok":
-            for way in WAYS:
-                low, high = row[f"{way}_tflops_min"], row[f"{way}_tflops_max"]
-                line += f"{row[f'{way}_tflops']:>9.4g}{f'({low:.3g}-{high:.3g})':>17}"
+            for direction in DIRECTIONS:
+                low, high = row[f"{direction}_tflops_min"], row[f"{direction}_tflops_max"]
+                line += f"{row[f'{direction}_tflops']:>9.4g}{f'({low:.3g}-{high:.3g})':>17}"
             line += f"{row['both_tflops']:>9.4g}"
             line += "".join(f"{row[key]:>9.0f}" if key in row else f"{'-':>9}" for key in ("forward_mib", "backward_mib"))
         else:
@@ -63,68 +73,75 @@ def report(shape: Shape, rows: list[Row]) -> str:
         if "forward_joules" in row:
             line += f"  {row['forward_joules']:.4g} / {row['backward_joules']:.4g} J"
             line += f" at {row['forward_watts']:.0f} / {row['backward_watts']:.0f} W"
-            line += f" of {row['forward_watts_limit']:.0f}, by which the clock is held down"
-            line += f" {row['forward_held_down']:.0%} / {row['backward_held_down']:.0%} of the time"
+            line += f" (limit {row['forward_watts_limit']:.0f} W; it throttles the clock"
+            line += f" {row['forward_held_down']:.0%} / {row['backward_held_down']:.0%} of the time)"
         lines.append(line)
-    good = [row for row in rows if row["status"] == "ok"]
-    ours, rivals = ([row for row in good if row["ours"] is mine] for mine in (True, False))
-    for title, others in (("the best rival", rivals), ("FlexAttention", [row for row in rivals if row["kernel"] == "flex"])):
+    valid = [row for row in rows if row["status"] == "ok"]
+    ours, baselines = ([row for row in valid if row["ours"] is is_ours] for is_ours in (True, False))
+    flex = [row for row in baselines if row["kernel"] == "flex"]
+    for title, others in (("the best baseline", baselines), ("FlexAttention", flex)):
         if ours and others:
-            lines.append(f"  ours of {title}: " + ", ".join(_share(f"{way}_tflops", ours, others) for way in (*WAYS, "both")))
+            ratios = ", ".join(_ratio(f"{direction}_tflops", ours, others) for direction in (*DIRECTIONS, "both"))
+            lines.append(f"  our best ÷ {title}: {ratios}")
     if ours:
         row = max(ours, key=lambda row: row["both_tflops"])
-        each = ", ".join(f"{way} {1e6 * row[f'{way}_ms'] / row['tiles']:.3g} ns" for way in WAYS)
-        lines.append(f"  each of {row['tiles']:,} visible tiles of 128 × 128: {each} ({row['kernel']})")
+        times = ", ".join(f"{direction} {1e6 * row[f'{direction}_ms'] / row['tiles']:.3g} ns" for direction in DIRECTIONS)
+        lines.append(f"  time per tile, of {row['tiles']:,} visible tiles of 128 × 128: {times} ({row['kernel']})")
     return "\n".join(lines)
 
 
-def _share(field: str, ours: list[Row], others: list[Row]) -> str:
-    mine, best = (max(rows, key=lambda row: row[field]) for rows in (ours, others))
-    return f"{field.removesuffix('_tflops')} {mine[field] / best[field]:.0%} ({mine['kernel']} / {best['kernel']})"
+def _ratio(field: str, ours: list[Row], others: list[Row]) -> str:
+    our_best, best = (max(rows, key=lambda row: row[field]) for rows in (ours, others))
+    return f"{field.removesuffix('_tflops')} {our_best[field] / best[field]:.0%} ({our_best['kernel']} / {best['kernel']})"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ringspan bench kernels", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", choices=SHAPES, help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="NAME", choices=SHAPES, help=f"shapes to measure, of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--only", metavar="A,B", help=f"kernels to measure, of {', '.join(kernels())}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each kernel has its turn (default %(default)s)")
-    parser.add_argument("--rep", type=float, default=200, help="ms of one turn (default %(default)s)")
-    parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
-    parser.add_argument("--energy", action="store_true", help="count joules too, as the driver does, for two seconds each")
-    parser.add_argument("--counters", action="store_true", help="count busy units too, with Nsight Compute")
-    parser.add_argument(
-        "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default attention-DEVICE)"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="times that each kernel is measured (default %(default)s)")
+    parser.add_argument("--rep", type=float, default=200, help="ms per kernel, round and direction (default %(default)s)")
+    parser.add_argument("--cycles", action="store_true", help="also count clock cycles, which do not drift as clocks do")
+    parser.add_argument("--energy", action="store_true", help="also measure joules with the driver, two seconds per direction")
+    parser.add_argument("--counters", action="store_true", help="also measure the utilisation of units, with Nsight Compute")
+    parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=f"{SAVE_HELP} (default attention-DEVICE)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
     parser.add_argument(
         "--roofline",
         action="store_true",
-        help="what limits standard, chunked and flash attention (without a GPU: of saved results)",
+        help="show the limits of standard, chunked and flash attention (without a GPU: from saved results)",
     )
     parser.add_argument("--from", dest="saved", nargs="+", type=Path, metavar="JSON", help="with --roofline: measure nothing")
     parser.add_argument(
-        "--plot", nargs="?", const="", metavar="PNG", help="with --roofline: draw it (default docs/roofline-DEVICE.png)"
+        "--plot",
+        nargs="?",
+        const="",
+        metavar="PNG",
+        help="with --roofline: draw it (default docs/roofline-DEVICE.png, without a checkout ./roofline-DEVICE.png)",
     )
     return parser
 
 
-def counts(args: argparse.Namespace) -> list[Count]:
-    found: list[Count] = []
+def chosen_counters(args: argparse.Namespace) -> list[CounterFn]:
+    """Return the counters that --cycles and --energy select."""
+    counters: list[CounterFn] = []
     if args.cycles:
-        from ringspan.kernels.bench.clock_cycles import count_cycles  # only here: it needs Triton
+        from ringspan.kernels.bench.clock_cycles import count_cycles  # imported here because it needs Triton
 
-        found.append(count_cycles)
+        counters.append(count_cycles)
     if args.energy:
         from ringspan.kernels.bench.energy import count_energy
 
-        found.append(count_energy)
-    return found
+        counters.append(count_energy)
+    return counters
 
 
 def show_roofline(results: list[Row], plot: str | None, note: str) -> None:
-    """The tables, and the picture if there is to be one."""
+    """Print the tables, and draw the picture that --plot asks for."""
     for result in results:
         print(f"\n{roofline.report(result)}")
         if plot is not None:
@@ -135,7 +152,7 @@ def show_roofline(results: list[Row], plot: str | None, note: str) -> None:
 
 
 def saved_roofline(args: argparse.Namespace) -> None:
-    """Of the results that are named, or of all that are about a chip with known peaks."""
+    """Show the roofline of the results that --from names, else of all saved results for a chip with known peaks."""
     results = roofline.load(args.saved or sorted(RESULTS.glob("attention-*.json")), args.shapes)
     if not args.saved:
         results = [result for result in results if result["device"] in roofline.CHIPS]
@@ -144,13 +161,15 @@ def saved_roofline(args: argparse.Namespace) -> None:
         raise ValueError(f"no result has these shapes on {' or '.join(roofline.CHIPS)}: measure them there with --save")
     if args.plot is not None and len(results) > 1:
         raise ValueError(f"--plot is one picture, and there are {len(results)} results: name one with --from")
-    counted = any(f"{way}_dram_bytes" in row for result in results for row in result["rows"] for way in roofline.WAYS)
-    there = "of the time of measuring" if counted else "not in these results; measure on a GPU with --roofline and --save"
-    show_roofline(results, args.plot, f"ncu: DRAM bytes are {there}")
+    is_counted = any(
+        f"{direction}_dram_bytes" in row for result in results for row in result["rows"] for direction in DIRECTIONS
+    )
+    note = "from the saved run" if is_counted else "not in these results; measure on a GPU with --roofline and --save"
+    show_roofline(results, args.plot, f"ncu: DRAM bytes are {note}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 1 if a kernel of ours is wrong."""
+    """Run the benchmark; return 0, or 1 if a kernel of ours is wrong."""
     parser = _parser()
     args = parser.parse_args(argv)
     if (args.saved or args.plot is not None) and not args.roofline:
@@ -167,35 +186,30 @@ def main(argv: list[str] | None = None) -> int:
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no GPU here: use --device cpu")
-    for name, reads in NVIDIA_ONLY.items():
+        parser.error("--device cuda: torch sees no GPU here; use --device cpu")
+    for name, source in NVIDIA_ONLY.items():
         if getattr(args, name) and (args.device == "cpu" or torch.version.hip):
-            parser.error(f"--{name} reads {reads}: leave it out here")
-    usual = [name for name, kernel in kernels().items() if args.device in kernel.devices]
+            parser.error(f"--{name} reads {source}: leave it out here")
+    defaults = [name for name, kernel in kernels().items() if args.device in kernel.devices]
     if args.roofline:
-        usual = roofline.KERNELS
-    names = list(dict.fromkeys(args.only.split(","))) if args.only else usual
+        defaults = roofline.KERNELS
+    names = list(dict.fromkeys(args.only.split(","))) if args.only else defaults
     if unknown := [name for name in names if name not in kernels()]:
         parser.error(f"--only {','.join(unknown)}: the kernels are {', '.join(kernels())}")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
-    about, path = machine(device), args.json
-    if args.roofline:
-        try:
+    about = machine(device)
+    try:
+        if args.roofline:
             roofline.chip_of(about | {"dtype": dtype})
-        except ValueError as error:
-            parser.error(str(error))
-    if path is None and args.save is not None:
-        path = RESULTS / f"{(args.save or 'attention-' + slug(about['device'])).removesuffix('.json')}.json"
-        with contextlib.suppress(FileNotFoundError):
-            path.parent.mkdir(exist_ok=True)
-    if path is not None and not path.parent.is_dir():  # better now than after an hour of measuring
-        parser.error(f"{path.parent} is no folder: make it first, or give a path with --json")
-    warnings.filterwarnings("ignore")  # rivals explain at length why they do not run; the table says it in a line
+        path = result_path(args.json, args.save, f"attention-{slug(about['device'])}")
+    except ValueError as error:
+        parser.error(str(error))
+    warnings.filterwarnings("ignore")  # baselines explain at length why they do not run; the table has one line for it
     shapes = [SHAPES[name] for name in dict.fromkeys(args.shapes or DEFAULT_SHAPES[args.device])]
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     only = ["--only", args.only] if args.only else []
-    chosen = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
-    chosen += (
+    options = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
+    options += (
         f" --rounds {args.rounds} --rep {args.rep:g}"
         + " --cycles" * args.cycles
         + " --energy" * args.energy
@@ -203,15 +217,15 @@ def main(argv: list[str] | None = None) -> int:
         + " --roofline" * args.roofline
     )
     rows, note = list[Row](), ""
-    result = {"kind": "attention", **about, "dtype": dtype, "command": f"ringspan bench kernels {chosen}"}
+    result = {"kind": "attention", **about, "dtype": dtype, "command": f"ringspan bench kernels {options}"}
     for index, shape in enumerate(shapes):
-        its = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep, counts(args))
-        print(report(shape, its), flush=True)
-        rows += its
+        shape_rows = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep, chosen_counters(args))
+        print(report(shape, shape_rows), flush=True)
+        rows += shape_rows
         if args.roofline or args.counters:
-            note = nsight.count(its, dtype, None if args.counters else tuple(roofline.KERNELS))
+            note = nsight.add_counters(shape_rows, dtype, None if args.counters else tuple(roofline.KERNELS))
         result |= {"shapes": [asdict(shape) for shape in shapes[: index + 1]], "rows": rows}
-        if path is not None:  # after each shape: who is cut short keeps what was measured
+        if path is not None:  # after each shape, so that an interrupted run keeps its results
             path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if path is not None:
         print(f"\nwritten: {path}")

@@ -1,8 +1,8 @@
-"""What `kernels.bench` compares by: the shapes, the truth that every kernel is judged by, and the rivals of
-`kernels.attention`, each behind one call run(q, k, v, shape) -> out in (B, S, H, D).
+"""Baselines of `ringspan bench kernels`, and the reference results that every kernel is checked against.
 
-A rival that is not installed raises ImportError, one that cannot do a shape ValueError: the benchmark notes why and goes
-on. Nothing is imported before it is asked for, so listing the rivals costs nothing and needs none of them.
+A baseline is another implementation of attention behind one call: run(q, k, v, shape) -> out, all (B, S, H, D). It raises
+ImportError if its package is not installed and ValueError if it does not support a shape; the benchmark notes the reason and
+continues. Packages are imported on the first call, so listing the baselines needs none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringspan.kernels.bench.shapes import Shape
 
-CHUNK = 2**26  # scores the truth holds at once; about six such matrices are alive: 1.5 GiB, 3 in fp64
+CHUNK = 2**26  # scores that the reference holds at once; about six such matrices are alive: 1.5 GiB, 3 in fp64
 
 
 def probes(shape: Shape) -> list[tuple[int, int]]:
-    """(batch, KV head) pairs that are checked: the first, and the last, where an overflowing offset would show."""
+    """Return the (batch, KV head) pairs to check: the first, and the last, where an overflowing offset would show."""
     return sorted({(0, 0), (shape.batch - 1, shape.kv_heads - 1)})
 
 
-def part(tensors: Sequence[Tensor], shape: Shape, batch: int, head: int) -> list[Tensor]:
-    """One KV head of q, k, v and dout alike: (S, query heads per KV head or 1, D)."""
+def head_slice(tensors: Sequence[Tensor], shape: Shape, batch: int, head: int) -> list[Tensor]:
+    """Return one KV head of each tensor, with its query heads: (S, query heads per KV head or 1, D)."""
     groups = [x.shape[2] // shape.kv_heads for x in tensors]
     return [x[batch, :, head * g : (head + 1) * g] for x, g in zip(tensors, groups, strict=True)]
 
 
-def truth(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    """out, dq, dk, dv of one KV head by the definition, from its q, dout (S, G, D) and k, v (S, 1, D), some rows at a time."""
+def reference_results(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+    """Compute out, dq, dk and dv of one KV head by the definition, in fp32 (fp64 for fp32 inputs), in chunks of rows.
+
+    Args:
+        tensors: q (S, G, D), k (S, 1, D), v (S, 1, D) and dout (S, G, D), with G query heads per KV head.
+        shape: supplies the mask and the scale.
+    """
     wide = torch.float64 if tensors[0].dtype == torch.float32 else torch.float32
     q, k, v, dout = (x.to(wide) for x in tensors)
     k, v = k[:, 0], v[:, 0]
@@ -50,24 +55,26 @@ def truth(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     return [out, dq, dk[:, None], dv[:, None]]
 
 
-def errors(results: Sequence[Tensor], truths: list[list[Tensor]], shape: Shape) -> list[float]:
-    """Relative RMS error of each result, over all probes."""
+def errors(results: Sequence[Tensor], references: list[list[Tensor]], shape: Shape) -> list[float]:
+    """Return the relative RMS error of each result, over all probes."""
     gap, norm = [0.0] * len(results), [0.0] * len(results)
-    for probe, expected in zip(probes(shape), truths, strict=True):
-        for i, (x, ref) in enumerate(zip(part(results, shape, *probe), expected, strict=True)):
+    for probe, expected in zip(probes(shape), references, strict=True):
+        for i, (x, ref) in enumerate(zip(head_slice(results, shape, *probe), expected, strict=True)):
             gap[i] += (x.detach().to(ref.dtype) - ref).square().sum().item()
             norm[i] += ref.square().sum().item()
     return [(g / n) ** 0.5 for g, n in zip(gap, norm, strict=True)]
 
 
-WAYS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")
 AttentionFn = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 
 
 class AttentionKernel(NamedTuple):
+    """One implementation of attention: its name in tables, its call, and the device types that measure it by default."""
+
     label: str
     run: AttentionFn
-    devices: tuple[str, ...]  # where it is measured unless asked for by name
+    devices: tuple[str, ...]
 
 
 def _sdpa(backend: SDPBackend) -> AttentionFn:
@@ -76,8 +83,8 @@ def _sdpa(backend: SDPBackend) -> AttentionFn:
         if backend is SDPBackend.MATH:
             shape.check_dense(q.device)
         if shape.window or shape.documents:
-            if backend is not SDPBackend.MATH:  # it would need an (S, S) mask, which no one trains with at these lengths
-                raise ValueError("takes no window and no documents")
+            if backend is not SDPBackend.MATH:  # it would need an (S, S) mask, which is not practical at these lengths
+                raise ValueError("supports neither windows nor documents")
             mask = shape.visible(torch.arange(shape.length, device=q.device))
         causal, gqa = shape.causal and mask is None, shape.heads != shape.kv_heads
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -94,7 +101,7 @@ def _sdpa(backend: SDPBackend) -> AttentionFn:
 
 
 def _standard(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
-    """The definition, an operation at a time: scores and weights are matrices in memory, of the inputs' dtype."""
+    """Attention in eager torch: scores and weights are matrices in memory, in the inputs' dtype."""
     shape.check_dense(q.device)
     k, v = (x.repeat_interleave(shape.heads // shape.kv_heads, 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -105,17 +112,19 @@ def _standard(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _flex_parts(shape: Shape, device: torch.device) -> tuple[Callable[..., Tensor], object]:
+    """Compiled FlexAttention and its block mask."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._functorch.config.donated_buffer = False  # else backward cannot run twice on one graph, as timing it must
-    torch._dynamo.reset()  # a ninth shape would otherwise run uncompiled, and only a warning would say so
+    torch._functorch.config.donated_buffer = False  # otherwise a second backward on one graph fails, and timing needs it
+    torch._dynamo.reset()  # otherwise a ninth shape exceeds the recompile limit and runs eagerly, with only a warning
     block_mask = None
     if shape.pairs() != shape.length**2:
         ids = shape.document_ids(device)
-        # Uncompiled it holds (S, S) of everything.
+        # In eager mode it holds (S, S) intermediates.
         build = torch.compile(create_block_mask) if shape.length > 2**14 else create_block_mask
-        block_mask = build(lambda b, h, q, k: shape.sees(q, k, ids), None, None, shape.length, shape.length, device=str(device))
+        visible = lambda b, h, q, k: shape.is_visible(q, k, ids)  # noqa: E731
+        block_mask = build(visible, None, None, shape.length, shape.length, device=str(device))
     return torch.compile(flex_attention, dynamic=False), block_mask
 
 
@@ -129,7 +138,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _offsets(shape: Shape, device: torch.device) -> Tensor:
-    """Where each document starts in the batch laid out as one row of tokens."""
+    """cu_seqlens: the start of each document in the batch, laid out as one row of tokens."""
     lengths = torch.tensor((0, *(shape.documents or ()) * shape.batch))
     return lengths.cumsum(0).to(device, torch.int32)
 
@@ -157,7 +166,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     return out.view(q.shape)
 
 
-PEERS: dict[str, AttentionKernel] = {
+BASELINES: dict[str, AttentionKernel] = {
     "standard": AttentionKernel("standard (eager torch)", _standard, ()),
     "sdpa-flash": AttentionKernel("FlashAttention-2 (torch SDPA)", _sdpa(SDPBackend.FLASH_ATTENTION), ("cuda", "cpu")),
     "sdpa-cudnn": AttentionKernel("cuDNN (torch SDPA)", _sdpa(SDPBackend.CUDNN_ATTENTION), ("cuda",)),

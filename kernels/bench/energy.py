@@ -1,7 +1,7 @@
-"""How many joules a call takes, by the counter of NVIDIA's driver (NVML), which counts the whole GPU, whoever works on it.
+"""Joules of a call, from the energy counter of NVIDIA's driver (NVML), which counts the whole GPU including other processes.
 
-A GPU has so many watts and no more: a kernel that takes more in a cycle gets a lower clock. So of two kernels that take as many
-cycles, the one with fewer joules is faster. Whether it was so is asked too: the driver says when power holds the clock down.
+A GPU has a power limit: a kernel that draws more power per cycle gets a lower clock. So of two kernels with equal cycles, the
+one with fewer joules is faster. The driver also reports whether power throttles the clock.
 """
 
 import ctypes
@@ -11,47 +11,49 @@ from typing import Any, NamedTuple
 
 import torch
 
-SECONDS = 2.0  # that a measurement takes at least; the counter has a new value some twenty times in it
-LOOK = 10.0  # ms between two looks at the counter
-POWER_HOLDS_DOWN = 0x4 | 0x80  # of the reasons for a clock: the driver's limit, and a brake from outside
+SECONDS = 2.0  # minimum length of a measurement; the counter updates about twenty times in it
+POLL_MS = 10.0  # between two reads of the counter
+POWER_THROTTLED = 0x4 | 0x80  # NVML throttle reasons: software power cap, external power brake
 
 
-class Counter:
+class EnergyCounter:
+    """The NVML counters of one GPU. Methods raise ValueError if NVML returns an error."""
+
     def __init__(self, device: torch.device) -> None:
         try:
             self.library: Any = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
             raise ValueError(f"--energy needs the driver's library, NVML: leave it out ({error})") from error
         self.handle = ctypes.c_void_p()
-        self._ask("nvmlInit_v2")
+        self._call("nvmlInit_v2")
         name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._ask("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(self.handle))
+        self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(self.handle))
 
     def joules(self) -> float:
-        """Since the driver was loaded."""
+        """Return the joules since the driver was loaded."""
         millijoules = ctypes.c_ulonglong()
-        self._ask("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
         return millijoules.value / 1000
 
     def limit(self) -> float:
-        """Watts that the GPU may take."""
+        """Return the power limit of the GPU in watts."""
         milliwatts = ctypes.c_uint()
-        self._ask("nvmlDeviceGetEnforcedPowerLimit", self.handle, ctypes.byref(milliwatts))
+        self._call("nvmlDeviceGetEnforcedPowerLimit", self.handle, ctypes.byref(milliwatts))
         return milliwatts.value / 1000
 
-    def held_down(self) -> bool:
-        """Whether the clock is low at this moment for the sake of power."""
+    def is_throttled(self) -> bool:
+        """Return whether power lowers the clock at this moment."""
         reasons = ctypes.c_ulonglong()
-        self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", self.handle, ctypes.byref(reasons))
-        return bool(reasons.value & POWER_HOLDS_DOWN)
+        self._call("nvmlDeviceGetCurrentClocksThrottleReasons", self.handle, ctypes.byref(reasons))
+        return bool(reasons.value & POWER_THROTTLED)
 
-    def _ask(self, what: str, *given: Any) -> None:
-        if code := getattr(self.library, what)(*given):
-            raise ValueError(f"--energy: {what} fails with NVML's error {code}: leave it out on this GPU")
+    def _call(self, function: str, *arguments: Any) -> None:
+        if code := getattr(self.library, function)(*arguments):
+            raise ValueError(f"--energy: {function} fails with NVML's error {code}: leave it out on this GPU")
 
 
 class Tick(NamedTuple):
-    """A new value of the counter."""
+    """An update of the energy counter: its value, the time, and the calls completed so far."""
 
     joules: float
     seconds: float
@@ -59,44 +61,51 @@ class Tick(NamedTuple):
 
 
 def between_ticks(calls: Callable[[], int], joules: Callable[[], float], now: Callable[[], float]) -> tuple[float, float]:
-    """Joules of one call, and watts: from one new value of the counter to another, for in between it stands still.
+    """Return the joules of one call and the mean watts, between two updates of the counter.
 
-    calls() says how many more calls are done, and leaves some running.
+    Args:
+        calls: waits for some calls and returns their number; other calls are still running on return.
+        joules: reads the counter, whose value is constant between updates.
+        now: the time in seconds.
+
+    Raises:
+        ValueError: the counter does not change within 20 × SECONDS.
     """
-    begun, done, value = now(), 0, joules()
+    start, num_calls, value = now(), 0, joules()
     ticks: list[Tick] = []
     while len(ticks) < 2 or ticks[-1].seconds - ticks[0].seconds < SECONDS:
-        done += calls()
-        seen = joules()
-        if seen != value:
-            ticks.append(Tick(seen, now(), done))
-            value = seen
-        elif now() - begun > 20 * SECONDS:
-            raise ValueError("--energy: the counter stands still: leave it out on this GPU")
+        num_calls += calls()
+        reading = joules()
+        if reading != value:
+            ticks.append(Tick(reading, now(), num_calls))
+            value = reading
+        elif now() - start > 20 * SECONDS:
+            raise ValueError("--energy: the counter does not change: leave it out on this GPU")
     first, last = ticks[0], ticks[-1]
-    spent = last.joules - first.joules
-    return spent / (last.calls - first.calls), spent / (last.seconds - first.seconds)
+    energy = last.joules - first.joules
+    return energy / (last.calls - first.calls), energy / (last.seconds - first.seconds)
 
 
 def count_energy(call: Callable[[], object], ms: float, _rep: float, device: torch.device) -> dict[str, float]:
-    counter, at_once = Counter(device), max(1, int(LOOK / ms))
-    looks: list[bool] = []
+    """Return joules, watts, the power limit and the share of time with a throttled clock, of a call that takes `ms`."""
+    counter, batch = EnergyCounter(device), max(1, int(POLL_MS / ms))
+    throttled: list[bool] = []
 
-    def start() -> torch.cuda.Event:
-        for _ in range(at_once):
+    def launch_batch() -> torch.cuda.Event:
+        for _ in range(batch):
             call()
         end = torch.cuda.Event()
         end.record(torch.cuda.current_stream(device))
         return end
 
-    running = start()
+    running = launch_batch()
 
     def calls() -> int:
         nonlocal running
-        done, running = running, start()  # so the GPU has work while the host asks the driver, which takes milliseconds
-        looks.append(counter.held_down())
-        done.synchronize()
-        return at_once
+        completed, running = running, launch_batch()  # keeps the GPU busy during the driver's query, which takes milliseconds
+        throttled.append(counter.is_throttled())
+        completed.synchronize()
+        return batch
 
     joules, watts = between_ticks(calls, counter.joules, time.perf_counter)
-    return {"joules": joules, "watts": watts, "watts_limit": counter.limit(), "held_down": sum(looks) / len(looks)}
+    return {"joules": joules, "watts": watts, "watts_limit": counter.limit(), "held_down": sum(throttled) / len(throttled)}

@@ -1,4 +1,8 @@
-"""One kernel after another: each has to be right before it is timed, and then they take turns. What `bench` measures with."""
+"""Measurement of attention kernels: each must be correct before it is timed, and rounds alternate between the kernels.
+
+measure() returns one row (a dict of plain values) per kernel. A kernel that fails, is not installed or does not support a shape
+gets a row with the reason. This module also has the helpers that all benchmarks share: machine(), slug(), result_path().
+"""
 
 import contextlib
 import datetime
@@ -11,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,41 +23,84 @@ from torch import Tensor
 
 from ringspan import ROOT
 from ringspan.kernels.attention import BACKENDS, attention
-from ringspan.kernels.bench.baselines import PEERS, WAYS, AttentionFn, AttentionKernel, errors, part, probes, truth
+from ringspan.kernels.bench.baselines import (
+    BASELINES,
+    DIRECTIONS,
+    AttentionFn,
+    AttentionKernel,
+    errors,
+    head_slice,
+    probes,
+    reference_results,
+)
 from ringspan.kernels.bench.shapes import Shape, mask_of
 
-RESULTS = ROOT / "docs/results"  # of a checkout
-WRONG = 0.02  # relative RMS error: four times what the tests allow our own kernels in bf16
+WRONG = 0.02  # relative RMS error: four times the tests' limit for our kernels in bf16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Row = dict[str, Any]
 Inputs = tuple[Tensor, Tensor, Tensor]
 Call = Callable[[], object]
-Count = Callable[[Call, float, float, torch.device], Row]  # of a call that takes so many ms, in about so many ms, on a device
+CounterFn = Callable[[Call, float, float, torch.device], Row]  # (call, ms of the call, ms to measure, device) -> values
 
 
-def _ours(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape, deterministic: bool = False) -> Tensor:
+def results_folder(root: Path) -> Path:
+    """Return docs/results of a checkout at `root`; results in the current folder for an installed package."""
+    folder = root / "docs/results"
+    return folder if folder.is_dir() else Path("results")
+
+
+RESULTS = results_folder(ROOT)
+SAVE_HELP = "write docs/results/NAME.json, without a checkout results/NAME.json"
+
+
+def result_path(path: Path | None, name: str | None, default: str) -> Path | None:
+    """Return the file that a benchmark writes, in a folder that exists; None if it writes no file.
+
+    Args:
+        path: the value of --json, which takes precedence.
+        name: the value of --save; "" selects `default`, and None means that the option is absent.
+        default: name of the result in RESULTS, which is created if needed.
+
+    Raises:
+        ValueError: the folder does not exist and cannot be created.
+    """
+    if path is None and name is not None:
+        path = RESULTS / f"{(name or default).removesuffix('.json')}.json"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder: make it first, or pass another path with --json")
+    return path
+
+
+def _attention(backend: str, q: Tensor, k: Tensor, v: Tensor, shape: Shape, deterministic: bool = False) -> Tensor:
     if backend == "reference":
         shape.check_dense(q.device)
-    return attention(q, k, v, mask=mask_of(shape), deterministic=deterministic, backend=backend)
+    out = attention(q, k, v, mask=mask_of(shape), deterministic=deterministic, backend=backend)
+    assert isinstance(out, Tensor)
+    return out
 
 
-def devices(backend: str) -> tuple[str, ...]:
+def default_devices(backend: str) -> tuple[str, ...]:
+    """Return the device types that measure a backend of ours by default."""
     return ("cuda",) if backend == "hopper" else ("cuda", "cpu")
 
 
 def kernels() -> dict[str, AttentionKernel]:
-    ours = {name: AttentionKernel(f"Ringspan {name}", partial(_ours, name), devices(name)) for name in BACKENDS}
-    ordered = AttentionKernel("Ringspan hopper, deterministic", partial(_ours, "hopper", deterministic=True), devices("hopper"))
-    return ours | {"hopper-ordered": ordered} | PEERS  # the others always are
+    """Return every kernel by name: our backends, the deterministic Hopper backward, and the baselines."""
+    ours = {name: AttentionKernel(f"Ringspan {name}", partial(_attention, name), default_devices(name)) for name in BACKENDS}
+    deterministic = partial(_attention, "hopper", deterministic=True)
+    ordered = AttentionKernel("Ringspan hopper, deterministic", deterministic, default_devices("hopper"))
+    return ours | {"hopper-ordered": ordered} | BASELINES  # the other backends are always deterministic
 
 
-def check(run: AttentionFn, inputs: Inputs, dout: Tensor, truths: list[list[Tensor]], shape: Shape) -> Row:
-    """A row with errors and memory, and status "ok" or "wrong"."""
+def check(run: AttentionFn, inputs: Inputs, dout: Tensor, references: list[list[Tensor]], shape: Shape) -> Row:
+    """Return a row with errors and memory, and status "ok" or "wrong"."""
     out = run(*inputs, shape)  # compiles and tunes, so memory is measured on later calls
     results = (out, *torch.autograd.grad(out, inputs, dout))
     if not all(bool(x.isfinite().all()) for x in results):
         return {"status": "wrong", "note": "NaN or infinity in out or gradients", "error_out": None, "error_grad": None}
-    error_out, *error_grads = errors(results, truths, shape)
+    error_out, *error_grads = errors(results, references, shape)
     row: Row = {"error_out": error_out, "error_grad": max(error_grads)}
     if max(row.values()) > WRONG:
         return row | {"status": "wrong", "note": f"error above {WRONG}"}
@@ -61,25 +109,25 @@ def check(run: AttentionFn, inputs: Inputs, dout: Tensor, truths: list[list[Tens
 
 
 def peak_memory(run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape) -> Row:
-    """MiB that a forward, and a forward with its backward, need at their peak beyond what they take and give."""
+    """Return the peak MiB of a forward, and of a forward with its backward, beyond inputs, output and gradients."""
     cuda, sizes = torch.cuda, {}
     cuda.synchronize()
     cuda.reset_peak_memory_stats()
-    given = cuda.memory_allocated()
+    base = cuda.memory_allocated()
     out = run(*inputs, shape)
-    given += out.nbytes
+    base += out.nbytes
     cuda.synchronize()
-    sizes["forward_mib"] = (cuda.max_memory_allocated() - given) / 2**20
+    sizes["forward_mib"] = (cuda.max_memory_allocated() - base) / 2**20
     grads = torch.autograd.grad(out, inputs, dout)
     cuda.synchronize()
-    sizes["backward_mib"] = (cuda.max_memory_allocated() - given - sum(x.nbytes for x in grads)) / 2**20
+    sizes["backward_mib"] = (cuda.max_memory_allocated() - base - sum(x.nbytes for x in grads)) / 2**20
     return sizes
 
 
 def median_ms(call: Callable[[], object], rep: float, device: torch.device) -> float:
-    """The median of as many calls as fit into `rep` ms."""
+    """Return the median ms of a call, over as many calls as fit into `rep` ms."""
 
-    def once() -> float:
+    def timed_call() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -88,44 +136,51 @@ def median_ms(call: Callable[[], object], rep: float, device: torch.device) -> f
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1000
 
-    first = once()
-    if first > 5 * rep:  # do_bench would make eight such calls at least
+    first = timed_call()
+    if first > 5 * rep:  # do_bench would make at least eight such calls
         return first
     if device.type == "cuda":
         from triton.testing import do_bench
 
         return do_bench(call, warmup=int(rep / 2), rep=int(rep), return_mode="median")
-    times = [once() for _ in range(3)]
+    times = [timed_call() for _ in range(3)]
     while sum(times) < rep:
-        times.append(once())
+        times.append(timed_call())
     return statistics.median(times)
 
 
-def call_of(way: str, run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape) -> Call:
-    """A backward goes through autograd.grad: backward() would copy gradients whose strides differ from their leaf's, which a
-    model's q, k and v, being no leaves, never pay for."""
-    if way == "forward":
+def call_of(direction: str, run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape) -> Call:
+    """Return the call that is timed for a direction.
+
+    The backward uses autograd.grad. backward() would also copy gradients whose strides differ from their leaf's; in a model
+    q, k and v are not leaves, so it never makes that copy.
+    """
+    if direction == "forward":
         return lambda: run(*inputs, shape)
     out = run(*inputs, shape)
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def time_round(run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape, rep: float) -> tuple[float, ...]:
-    """ms, of each way."""
-    return tuple(median_ms(call_of(way, run, inputs, dout, shape), rep, dout.device) for way in WAYS)
+    """Return the median ms of forward and backward."""
+    return tuple(median_ms(call_of(direction, run, inputs, dout, shape), rep, dout.device) for direction in DIRECTIONS)
 
 
-def count_all(counts: list[Count], run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape, row: Row, rep: float) -> Row:
-    found: Row = {}
-    for way in WAYS:
-        call = call_of(way, run, inputs, dout, shape)
-        for count in counts:
-            found |= {f"{way}_{what}": n for what, n in count(call, row[f"{way}_ms"], rep, dout.device).items()}
-    return found
+def count_all(
+    counters: list[CounterFn], run: AttentionFn, inputs: Inputs, dout: Tensor, shape: Shape, row: Row, rep: float
+) -> Row:
+    """Return the values of all counters for both directions, with keys such as forward_mcycles."""
+    values: Row = {}
+    for direction in DIRECTIONS:
+        call = call_of(direction, run, inputs, dout, shape)
+        for counter in counters:
+            counted = counter(call, row[f"{direction}_ms"], rep, dout.device)
+            values |= {f"{direction}_{key}": value for key, value in counted.items()}
+    return values
 
 
 def random_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout, the same ones every time."""
+    """Return q, k, v and dout, equal in every call."""
     torch.manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     sizes = ((shape.batch, shape.length, n, shape.head_dim) for n in heads)
@@ -133,22 +188,32 @@ def random_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> lis
 
 
 def measure(
-    shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float, counts: list[Count]
+    shape: Shape, names: list[str], device: torch.device, dtype: torch.dtype, rounds: int, rep: float, counters: list[CounterFn]
 ) -> list[Row]:
-    """A row for each kernel, with what is to be counted beside its time."""
+    """Check and time kernels on one shape.
+
+    Args:
+        names: kernels to measure, see kernels().
+        rounds: each round times every kernel once; every other round runs in reverse order.
+        rep: ms to time each kernel for, per round and direction.
+        counters: further measurements of a call, for example count_cycles.
+
+    Returns:
+        One row per kernel, in the order of `names`.
+    """
     table = kernels()
     q, k, v, dout = random_inputs(shape, device, dtype)
-    truths = [truth(part((q, k, v, dout), shape, *probe), shape) for probe in probes(shape)]
+    references = [reference_results(head_slice((q, k, v, dout), shape, *probe), shape) for probe in probes(shape)]
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     rows: list[Row] = []
     for name in names:
-        row: Row = {"shape": shape.name, "kernel": name, "label": table[name].label, "ours": name not in PEERS, "note": ""}
+        row: Row = {"shape": shape.name, "kernel": name, "label": table[name].label, "ours": name not in BASELINES, "note": ""}
         row["tiles"] = shape.tiles()
-        rows.append(row | attempt(check, table[name].run, inputs, dout, truths, shape))
+        rows.append(row | attempt(check, table[name].run, inputs, dout, references, shape))
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
-    for nth in range(rounds):
-        for row in rows[:: -1 if nth % 2 else 1]:  # a kernel begins at the clock that the one before it left
+    for index in range(rounds):
+        for row in rows[:: -1 if index % 2 else 1]:  # a kernel starts at the clock that the previous one caused
             if row["status"] != "ok":
                 continue
             result = attempt(time_round, table[row["kernel"]].run, inputs, dout, shape, rep)
@@ -159,30 +224,30 @@ def measure(
     for row in rows:
         if row["status"] == "ok":
             row |= speeds(times[row["kernel"]], shape.flops())
-        if row["status"] == "ok" and counts:
-            counted = attempt(count_all, counts, table[row["kernel"]].run, inputs, dout, shape, row, rep)
-            row |= {"note": counted["note"]} if "status" in counted else counted  # its times stand all the same
+        if row["status"] == "ok" and counters:
+            counted = attempt(count_all, counters, table[row["kernel"]].run, inputs, dout, shape, row, rep)
+            row |= {"note": counted["note"]} if "status" in counted else counted  # the times stay valid if counting fails
     return rows
 
 
 def attempt(call: Callable[..., Any], *args: object) -> Any:
-    """What the call returns; if it fails, the part of a row that says so. One kernel's failure must not end the others."""
+    """Return the result of a call; if it raises, a partial row with status and note, so that other kernels still run."""
     try:
         return call(*args)
     except ImportError as error:
         result: Row = {"status": "skipped", "note": f"not installed: {error}"}
     except ValueError as error:
         result = {"status": "skipped", "note": str(error)}
-    except Exception as error:  # anything a compiler or a driver can throw
+    except Exception as error:  # compilers and drivers raise many types
         result = {"status": "failed", "note": f"{type(error).__name__}: {error}"}
     result["note"] = " ".join(result["note"].split())[:200]
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # after running out of memory the next kernel deserves all of it
+        torch.cuda.empty_cache()  # after an out-of-memory error the next kernel needs all of it
     return result
 
 
 def speeds(times: list[tuple[float, ...]], flops: float) -> Row:
-    """TFLOP/s over the rounds: median, slowest, fastest; and the two passes together."""
+    """Return TFLOP/s over the rounds: median, slowest and fastest per direction, and the median of both together."""
     row: Row = {"both_tflops": statistics.median(3.5 * flops / (f + b) / 1e9 for f, b in times)}
     for name, factor, ms in (("forward", 1.0, [f for f, _ in times]), ("backward", 2.5, [b for _, b in times])):
         rates = [factor * flops / t / 1e9 for t in ms]
@@ -192,29 +257,30 @@ def speeds(times: list[tuple[float, ...]], flops: float) -> Row:
 
 
 def machine(device: torch.device) -> Row:
-    """What a result depends on and cannot say itself."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    """Return the provenance of a result: device, date, commit (None outside a checkout) and versions."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "flash-attn-4"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     if device.type == "cuda":
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+        versions["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    is_checkout = (ROOT / ".git").exists()  # site-packages may lie in the repository of another project
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
         "date": datetime.date.today().isoformat(),
-        "commit": _output("git", "describe", "--always", "--dirty", "--exclude=*") or None,
-        "versions": {name: version for name, version in found.items() if version},
+        "commit": _output("git", "describe", "--always", "--dirty", "--exclude=*") or None if is_checkout else None,
+        "versions": {name: version for name, version in versions.items() if version},
     }
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing if it is missing or fails."""
+    """Standard output of a command; empty if it is missing or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     return ""
 
 
 def slug(name: str) -> str:
-    """NVIDIA H200 -> h200; any CPU is cpu."""
+    """Return a device's name for use in file names: "NVIDIA H200" is h200; any CPU is cpu."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "cpu" if words[0] == "cpu" else "-".join(word for word in words if word not in ("nvidia", "amd"))

@@ -1,7 +1,8 @@
-"""What Nsight Compute counts of one call: bytes of DRAM, and how busy the units are that can hold a kernel up.
+"""Nsight Compute's counters for one call: DRAM bytes, and the utilisation of the units that can limit a kernel.
 
-A unit that is busy 90 % of the time is what limits a kernel; if none is, its parties wait for each other. Bytes are those of
-all kernels of the call; busy is its longest kernel, with the share of the call's time that this one takes.
+A unit that is busy 90 % of the time limits the kernel. If no unit is that busy, the warps wait for each other. DRAM bytes are
+those of all kernels of the call. Utilisation is that of its longest kernel, reported with that kernel's share of the call's
+time.
 """
 
 import csv
@@ -11,43 +12,48 @@ import sys
 from typing import Any
 
 from ringspan import ROOT
-from ringspan.kernels.bench.baselines import WAYS
+from ringspan.kernels.bench.baselines import DIRECTIONS
 
 BYTES = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 TIME = "gpu__time_duration.sum"
 BUSY = {
     "tensor cores": "sm__pipe_tensor_cycles_active",
-    "shared memory": "l1tex__data_pipe_lsu_wavefronts",  # also what tensor cores read there
+    "shared memory": "l1tex__data_pipe_lsu_wavefronts",  # includes the tensor cores' reads
     "exponentials": "sm__inst_executed_pipe_xu",
     "issue slots": "sm__issue_active",
     "L2": "lts__throughput",
     "DRAM": "dram__cycles_active",
 }
 SHARE = ".avg.pct_of_peak_sustained_elapsed"
-Counted = dict[str, Any]
+Counters = dict[str, Any]
 
 
-def counters(shape: str, kernel: str, way: str, dtype: str) -> Counted:
-    """Of one call in a process of its own; RuntimeError says why there are none."""
+def profile_call(shape: str, kernel: str, direction: str, dtype: str) -> Counters:
+    """Run one call under ncu in its own process and return its counters.
+
+    Raises:
+        RuntimeError: ncu is missing or counted nothing; the text has the reason.
+    """
     tool = shutil.which("ncu")
     if tool is None:
         raise RuntimeError("ncu is not on the PATH: install Nsight Compute to have DRAM bytes and busy units counted")
     metrics = (*BYTES, TIME, *(name + SHARE for name in BUSY.values()))
-    # caches as the call before left them, as in a run; and a shared GPU's clocks are left alone
+    # Caches stay as the previous call left them, as in training; a shared GPU's clocks are not locked.
     options = ["--profile-from-start", "off", "--target-processes", "all", "--cache-control", "none", "--clock-control", "none"]
     options += ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics)]
-    command = [tool, *options, sys.executable, "-m", "ringspan.kernels.bench.nsight_target", shape, kernel, way, dtype]
+    target = ["-m", "ringspan.kernels.bench.nsight_target", shape, kernel, direction, dtype]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        # With cwd=ROOT, -m finds this installation of ringspan.
+        done = subprocess.run([tool, *options, sys.executable, *target], cwd=ROOT, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"ncu is here, but did not count: {error}") from None
+        raise RuntimeError(f"ncu is installed, but did not count: {error}") from None
     lines = done.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    # the row behind the heading has only units
+    # The row after the heading has only units, and an empty ID.
     rows = [] if start is None else [row for row in csv.DictReader(lines[start:]) if row["ID"]]
     if done.returncode or not rows:
-        reason = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
-        raise RuntimeError(f"ncu is here, but did not count: {' '.join(reason[:1]) or 'no kernel was profiled'}")
+        reasons = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
+        raise RuntimeError(f"ncu is installed, but did not count: {' '.join(reasons[:1]) or 'no kernel was profiled'}")
 
     def number(row: dict[str, str], metric: str) -> float:
         return float(row[metric].replace(",", ""))
@@ -61,28 +67,28 @@ def counters(shape: str, kernel: str, way: str, dtype: str) -> Counted:
             "busy": {unit: number(longest, name + SHARE) / 100 for unit, name in BUSY.items()},
         }
     except (KeyError, ValueError) as error:  # "n/a", or no such metric on this chip
-        raise RuntimeError(f"ncu is here, but not everything is counted on this GPU: {error}") from None
+        raise RuntimeError(f"ncu is installed, but does not count every metric on this GPU: {error}") from None
 
 
-def count(rows: list[dict[str, Any]], dtype: str, kernels: tuple[str, ...] | None = None) -> str:
-    """Adds what is counted to the rows that were measured, of these kernels or all; a line about it."""
+def add_counters(rows: list[dict[str, Any]], dtype: str, kernels: tuple[str, ...] | None = None) -> str:
+    """Add the counters to the measured rows (of these kernels, or of all), and return a note for the table."""
     for row in rows:
         if row["status"] == "ok" and (kernels is None or row["kernel"] in kernels):
-            for way in WAYS:
+            for direction in DIRECTIONS:
                 try:
-                    counted = counters(row["shape"], row["kernel"], way, dtype)
+                    counters = profile_call(row["shape"], row["kernel"], direction, dtype)
                 except RuntimeError as error:
                     return str(error)
-                row |= {f"{way}_{what}": found for what, found in counted.items()}
-    return "ncu: of one call, caches as the call before left them"
+                row |= {f"{direction}_{key}": value for key, value in counters.items()}
+    return "ncu: of one call, with caches as the previous call left them"
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A line for each row and way: what is busy how much of the time."""
-    lines = [f"\n{'busy, by ncu':<48}" + "".join(f"{unit:>15}" for unit in BUSY)]
+    """Return a table of the units' utilisation: a line for each row and direction."""
+    lines = [f"\n{'utilisation, by ncu':<48}" + "".join(f"{unit:>15}" for unit in BUSY)]
     for row in rows:
-        for way in WAYS:
-            if busy := row.get(f"{way}_busy"):
-                name = f"{row['shape']} {row['kernel']} {way}"
+        for direction in DIRECTIONS:
+            if busy := row.get(f"{direction}_busy"):
+                name = f"{row['shape']} {row['kernel']} {direction}"
                 lines.append(f"{name:<48}" + "".join(f"{busy[unit]:>15.0%}" for unit in BUSY))
     return "\n".join(lines)

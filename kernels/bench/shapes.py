@@ -1,4 +1,8 @@
-"""The shapes that benchmarks measure, and their masks."""
+"""Shapes that the benchmarks measure, and their masks.
+
+SHAPES names them by head dim, heads, mask and length: d128-gqa4-causal-32k has head dim 128, 4 query heads per KV head and
+32,768 tokens. Large shapes have heads × head_dim = 2048 and at least 16,384 tokens, so that their FLOPs are comparable.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,14 +12,12 @@ from torch import Tensor
 
 from ringspan.kernels.mask import Mask
 
-# Above this many bytes of scores a kernel that writes all of them is left out. On a GPU it may be an eighth of the memory, as a
-# backward holds six such matrices.
-DENSE_LIMIT = 2**30
+DENSE_LIMIT = 2**30  # bytes of scores up to which a CPU runs kernels that store the whole score matrix
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention problem; hashable, so that whatever a rival prepares for it is prepared once."""
+    """One attention problem. It is hashable, because baselines cache by shape what they prepare (block masks, offsets)."""
 
     name: str
     batch: int
@@ -34,52 +36,60 @@ class Shape:
             raise ValueError(f"{self.name}: documents hold {sum(self.documents)} tokens, length={self.length}: make them equal")
 
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head of one sequence. Plain causal counts as S²/2, as everyone counts it."""
+        """Return the visible (query, key) pairs of one head of one sequence; plain causal counts as S²/2, by convention."""
         if self.causal and not self.window and not self.documents:
             return self.length**2 / 2
         total = 0
         for n in self.documents or (self.length,):
             w = min(self.window or n, n)
-            back = w * (w + 1) // 2 + (n - w) * w  # keys at or before each query
-            total += back if self.causal else 2 * back - n
+            causal_pairs = w * (w + 1) // 2 + (n - w) * w
+            total += causal_pairs if self.causal else 2 * causal_pairs - n
         return total
 
     def flops(self) -> float:
-        """Of the forward: two products. The backward has five, 2.5 times as much (what it recomputes is counted)."""
+        """Return the FLOPs of the forward, two matmuls; the backward has five, with recomputed scores: 2.5 times as many."""
         return 4 * self.batch * self.heads * self.pairs() * self.head_dim
 
     def tiles(self, size: int = 128) -> int:
-        """Tiles of size × size, from the first row and key on, that hold a visible pair; over all heads and sequences."""
+        """Count the size × size tiles that hold a visible pair, over all heads and sequences."""
         lo, hi = mask_of(self).interval(torch.arange(self.length), self.length)
         first = torch.stack([rows.min() // size for rows in lo.split(size)])
         last = torch.stack([rows.max() // size for rows in hi.split(size)])
         return self.batch * self.heads * int((last - first + 1).sum())
 
     def document_ids(self, device: torch.device) -> Tensor | None:
-        """(S,) or None."""
+        """Return the document of each token, (S,), or None without documents."""
         if not self.documents:
             return None
         return torch.repeat_interleave(torch.arange(len(self.documents)), torch.tensor(self.documents)).to(device)
 
-    def sees(self, q_at: Tensor, k_at: Tensor, ids: Tensor | None) -> Tensor:
-        """Whether queries at these positions see these keys. Written out, on purpose not through `Mask`: the truth that
-        `Mask` is judged by, and FlexAttention's mask function."""
-        seen = (q_at >= k_at) if self.causal else (q_at == q_at) & (k_at == k_at)
+    def is_visible(self, q_at: Tensor, k_at: Tensor, ids: Tensor | None) -> Tensor:
+        """Return whether the queries at positions `q_at` attend to the keys at `k_at`.
+
+        This is also FlexAttention's mask function. It does not use `Mask`, because tests check `Mask` against it.
+        """
+        visible = (q_at >= k_at) if self.causal else (q_at == q_at) & (k_at == k_at)
         if self.window:
-            seen = seen & (q_at - k_at < self.window) & (k_at - q_at < self.window)
-        return seen if ids is None else seen & (ids[q_at] == ids[k_at])
+            visible = visible & (q_at - k_at < self.window) & (k_at - q_at < self.window)
+        return visible if ids is None else visible & (ids[q_at] == ids[k_at])
 
     def visible(self, rows: Tensor) -> Tensor:
-        """bool (len(rows), S)."""
+        """Return the attention mask of some query rows: bool (len(rows), S)."""
         keys = torch.arange(self.length, device=rows.device)
-        return self.sees(rows[:, None], keys[None], self.document_ids(rows.device))
+        return self.is_visible(rows[:, None], keys[None], self.document_ids(rows.device))
 
     def check_dense(self, device: torch.device) -> None:
-        """For kernels that hold all scores at once."""
+        """Raise ValueError if a kernel that stores all scores would need too much memory on this device.
+
+        A backward holds six such matrices, so the limit on a GPU is an eighth of its memory.
+        """
         size = 4 * self.batch * self.heads * self.length**2
         limit = torch.cuda.get_device_properties(device).total_memory // 8 if device.type == "cuda" else DENSE_LIMIT
         if size > limit:
-            raise ValueError(f"would hold {size / 2**30:.0f} GiB of scores; here it is timed up to {limit / 2**30:.0f} GiB")
+            raise ValueError(
+                f"length={self.length}: the scores take {size / 2**30:.0f} GiB; "
+                f"this device runs dense kernels up to {limit / 2**30:.0f} GiB of scores"
+            )
 
 
 K = 2**10
@@ -100,7 +110,7 @@ SHAPES = {
         Shape("d64-gqa4-causal-32k", 1, 32 * K, 32, 8, 64),
         Shape("d64-gqa4-causal-128k", 1, 128 * K, 32, 8, 64),
         Shape("d128-window4k-32k", 1, 32 * K, 16, 16, 128, window=4 * K),
-        # Lengths as packing gives them: no multiples of any tile.
+        # Document lengths as packing makes them: not multiples of a tile size.
         Shape("d128-docs4k-32k", 1, 32 * K, 16, 16, 128, documents=(7001, 913, 4520, 2847, 9216, 1203, 3571, 3497)),
         Shape("d64-causal-1k", 1, K, 8, 8, 64),
         Shape("d64-gqa4-window256-1k", 1, K, 8, 2, 64, window=256),
@@ -117,6 +127,7 @@ DEFAULT_SHAPES = {
 
 @lru_cache(maxsize=1)
 def mask_of(shape: Shape) -> Mask:
+    """Return the shape's Mask; the last one is cached."""
     if shape.documents:
         return Mask.from_lengths(shape.documents, shape.causal, shape.window)
     return Mask(shape.causal, shape.window)

@@ -1,1 +1,1 @@
-"""Benchmarks of the ring: `ringspan bench ring`."""
+"""Benchmarks of the ring: `torchrun … -m ringspan.parallel.bench` and, on one GPU, `ringspan bench rehearse`."""

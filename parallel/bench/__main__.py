@@ -1,20 +1,18 @@
-"""How fast the ring is, as a share of its own kernel alone, beside every other way to span these ranks.
+"""Benchmark of the ring: its speed as a share of the same kernel alone, next to other ways to shard a sequence.
 
     torchrun --nproc-per-node=4 -m ringspan.parallel.bench --save
     torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k 32k --heads 16/4 --only alone,ring-zigzag-copy,ulysses
-    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 128k --cycles                 # and clock cycles, as shares too
-    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k --trace ring.png
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 128k --cycles          # and clock cycles, as shares too
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k --trace ring.png    # a timeline of one call
 
-"Alone" is one causal call of the same kernel, without any communication, on a sequence as long as costs a rank the same:
-S / √P. In each round every contestant has its turn, alone first, and shares are ratios within a round: clocks drift, but
-less within seconds. Reported are medians over rounds with their spread, of the slowest rank. A ring is timed only where
-sampled rows of its result agree with fp32. The peak of memory counts everything, inputs too. Settings are measured in the
-order that --tokens and --heads have, and each is printed and written when it is done. A share of cycles that is higher than
-that of time says that the clock was lower: more power was needed.
+"alone" is one causal call of the same kernel without communication, as long as costs the same per rank: S / √P tokens. Each
+round times every candidate once, "alone" first. Shares are ratios within a round, because clocks drift less within seconds.
+The table has medians over rounds with their spread, of the slowest rank. A ring is timed only if sampled rows of its result
+agree with fp32. Peak memory includes the inputs. Settings run in the order of --tokens and --heads; each is printed and
+written when it completes. A share of cycles above the share of time means that the clock was lower: the power was higher.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -29,20 +27,20 @@ import torch
 import torch.distributed as dist
 
 from ringspan.kernels.backends.choose import BACKENDS
-from ringspan.kernels.bench.measure import DTYPES, RESULTS, WRONG, attempt, machine, slug
+from ringspan.kernels.bench.measure import DTYPES, SAVE_HELP, WRONG, attempt, machine, result_path, slug
 from ringspan.kernels.bench.plots import pyplot
 from ringspan.parallel.bench.baselines import (
     BenchContext,
-    Contestant,
+    Candidate,
     Setting,
-    contestants,
+    candidates,
     forward_and_backward,
     sampled_error,
 )
-from ringspan.parallel.bench.timing import Timing, speeds, time_baseline
+from ringspan.parallel.bench.timing import Timing, speeds, time_candidate
 from ringspan.parallel.layout import KINDS
 from ringspan.parallel.mesh import Mesh
-from ringspan.parallel.transport.select import COPIED
+from ringspan.parallel.transport.select import COPY_TRANSPORTS
 
 Row = dict[str, Any]
 DEFAULTS = {
@@ -52,10 +50,10 @@ DEFAULTS = {
 
 
 def measure(
-    setting: Setting, names: list[str], place: BenchContext, rounds: int, rep: float, cycles: bool = False
+    setting: Setting, names: list[str], context: BenchContext, rounds: int, rep: float, cycles: bool = False
 ) -> list[Row]:
-    """A row for each contestant, the same on every rank."""
-    table = contestants()
+    """Check and time candidates on one setting; return a row per candidate, equal on every rank."""
+    table = candidates()
     rows: list[Row] = [
         {
             "setting": setting.name,
@@ -68,60 +66,61 @@ def measure(
         for name in names
     ]
     for row in rows:
-        row |= _together(attempt(_check, table[row["name"]], row["name"], setting, place), place)
-        _say(f"{setting.name} {row['name']}: {row['status']} {row['note']}".rstrip())
-    turns: dict[str, list[Timing]] = {name: [] for name in names}
+        row |= _combine_ranks(attempt(_check, table[row["name"]], row["name"], setting, context), context)
+        _log(f"{setting.name} {row['name']}: {row['status']} {row['note']}".rstrip())
+    timings: dict[str, list[Timing]] = {name: [] for name in names}
     for _ in range(rounds):
         for row in rows:
             if row["status"] == "ok":
-                turn = attempt(time_baseline, table[row["name"]], setting, place, rep, cycles)
-                failed = _together({} if isinstance(turn, Timing) else turn, place)
-                row |= failed
-                if not failed:
-                    turns[row["name"]].append(turn)
+                timing = attempt(time_candidate, table[row["name"]], setting, context, rep, cycles)
+                failure = _combine_ranks({} if isinstance(timing, Timing) else timing, context)
+                row |= failure
+                if not failure:
+                    timings[row["name"]].append(timing)
     for row in rows:
         if row["status"] == "ok":
-            row |= speeds(turns[row["name"]], turns.get("alone", []))
+            row |= speeds(timings[row["name"]], timings.get("alone", []))
     return rows
 
 
-def _check(contestant: Contestant, name: str, setting: Setting, place: BenchContext) -> Row:
-    """Runs once, which compiles; the error where it is ours, and the peak of memory."""
-    cuda = place.device.type == "cuda"
+def _check(candidate: Candidate, name: str, setting: Setting, context: BenchContext) -> Row:
+    """Run a candidate once, which compiles it; return its peak memory and, for a ring, its error."""
+    cuda = context.device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else 0
+    base = torch.cuda.memory_allocated() if cuda else 0
     row: Row = {}
-    with contestant.make(setting, place) as problem:
+    with candidate.make(setting, context) as problem:
         forward_and_backward(problem)
         if cuda:
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-            if name.endswith(COPIED):
-                from ringspan.parallel.transport.copy_engine import bytes_shown
+            peak = torch.cuda.max_memory_allocated() - base
+            if name.endswith(COPY_TRANSPORTS):
+                from ringspan.parallel.transport.copy_engine import symmetric_bytes
 
-                peak += bytes_shown()
+                peak += symmetric_bytes()
             row["peak_gib"] = peak / 2**30
         kind = next((kind for kind in KINDS if name.startswith(f"ring-{kind}")), None)
         if kind:
-            row["error"] = sampled_error(problem, setting, place, kind)
+            row["error"] = sampled_error(problem, setting, context, kind)
             if not row["error"] <= WRONG:
                 row |= {"status": "wrong", "note": f"error above {WRONG}", "error": None}
     return row
 
 
-def _together(mine: Row, place: BenchContext) -> Row:
-    """What the ranks found: a failure of one is a failure; else the worst figures."""
-    found: list[Any] = [None] * place.ranks
-    dist.all_gather_object(found, mine, group=place.ring.context_group)
-    bad = next((row for row in found if row.get("status", "ok") != "ok"), None)
-    if bad is not None:
-        return bad
-    return found[0] | {key: max(row[key] for row in found) for key in ("peak_gib", "error") if key in found[0]}
+def _combine_ranks(local_row: Row, context: BenchContext) -> Row:
+    """The row of the first rank that failed, else the worst figures of all ranks."""
+    rows: list[Any] = [None] * context.ranks
+    dist.all_gather_object(rows, local_row, group=context.ring.context_group)
+    failed = next((row for row in rows if row.get("status", "ok") != "ok"), None)
+    if failed is not None:
+        return failed
+    return rows[0] | {key: max(row[key] for row in rows) for key in ("peak_gib", "error") if key in rows[0]}
 
 
 def report(setting: Setting, rows: list[Row], ranks: int) -> str:
+    """Return the table of one setting."""
     lines = [
         f"\n{setting.name}: {setting.tokens} tokens on each of {ranks} ranks; TFLOP/s per rank",
         f"  {'':<28}{'forward':>11}{'both':>11}{'share of alone (spread)':>26}{'peak GiB':>10}{'error':>10}",
@@ -140,12 +139,13 @@ def report(setting: Setting, rows: list[Row], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
-def count(text: str) -> int:
+def parse_tokens(text: str) -> int:
+    """Return the number that 8k or 8192 stands for."""
     return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
 
 
@@ -153,28 +153,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node=4 -m ringspan.parallel.bench", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--tokens", nargs="+", metavar="N", help="per rank, 8k or 8192 (default on GPUs: 2k 8k 32k 128k)")
+    parser.add_argument(
+        "--tokens", nargs="+", metavar="N", help="tokens per rank, as 8k or 8192 (default on GPUs: 2k 8k 32k 128k)"
+    )
     parser.add_argument("--heads", nargs="+", metavar="Q/KV", help="query and KV heads (default on GPUs: 16/16 16/4)")
-    parser.add_argument("--head-dim", type=int, metavar="D")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 128 on GPUs, 32 on CPUs")
     parser.add_argument("--window", type=int, metavar="W", help="a causal window instead of plain causal")
-    parser.add_argument("--only", metavar="A,B", help=f"of {', '.join(contestants())}")
+    parser.add_argument("--only", metavar="A,B", help=f"candidates to measure, of {', '.join(candidates())}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
-    parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="our kernel")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each has its turn (default %(default)s)")
-    parser.add_argument("--rep", type=float, help="ms of one turn")
-    parser.add_argument("--cycles", action="store_true", help="count clock cycles too: they do not drift as clocks do")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for another")
     parser.add_argument(
-        "--save", nargs="?", const="", metavar="NAME", help="write docs/results/NAME.json (default ring-DEVICE)"
+        "--backend", choices=("auto", *BACKENDS), default="auto", help="backend of our kernels (default %(default)s)"
     )
+    parser.add_argument("--rounds", type=int, default=7, help="times that each candidate is measured (default %(default)s)")
+    parser.add_argument("--rep", type=float, help="ms per candidate, round and direction (default: 400 on GPUs, 20 on CPUs)")
+    parser.add_argument("--cycles", action="store_true", help="also count clock cycles, which do not drift as clocks do")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for a peer (default %(default)s)")
+    parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=f"{SAVE_HELP} (default ring-DEVICE)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
-    parser.add_argument("--trace", type=Path, metavar="PNG", help="a picture of one forward and backward of the first ring")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PNG", help="draw a timeline of one forward and backward of the first ring"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 1 if a ring of ours is wrong."""
+    """Run the benchmark on every rank; return 0, or 1 if a ring of ours is wrong."""
     parser = _parser()
     args = parser.parse_args(argv)
     defaults = DEFAULTS[args.device]
@@ -187,33 +191,35 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
         pairs = [tuple(int(n) for n in text.split("/")) for text in args.heads]
-        settings = [Setting(count(n), q, kv, args.head_dim, args.window) for n in args.tokens for q, kv in pairs]
+        settings = [Setting(parse_tokens(n), q, kv, args.head_dim, args.window) for n in args.tokens for q, kv in pairs]
     except ValueError:
-        parser.error(f"--tokens {args.tokens} are counts such as 8192 or 8k, --heads {args.heads} pairs such as 16/4")
-    table = contestants()
+        parser.error(f"--tokens {args.tokens} must be counts such as 8192 or 8k, and --heads {args.heads} pairs such as 16/4")
+    table = candidates()
     names = args.only.split(",") if args.only else [name for name, c in table.items() if args.device in c.devices]
     if unknown := [name for name in names if name not in table]:
-        parser.error(f"--only {','.join(unknown)}: there are {', '.join(table)}")
+        parser.error(f"--only {','.join(unknown)}: the candidates are {', '.join(table)}")
     if args.trace is not None and (args.json is not None or args.save is not None or args.cycles):
         parser.error(
             "--trace draws a picture and measures nothing: call it again without --trace for --json, --save or --cycles"
         )
     if args.trace is not None:
         try:
-            pyplot()  # better told now than after the ranks have met
+            pyplot()  # fails early, before the process group is made
         except ImportError as error:
             parser.error(str(error))
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"{args.json.parent} is no folder: make it first")
-    mine = not dist.is_initialized()
-    if mine:
+    try:
+        result_path(args.json, args.save, "ring")  # fails early if the folder is missing
+    except ValueError as error:
+        parser.error(str(error))
+    owns_group = not dist.is_initialized()
+    if owns_group:
         if "RANK" not in os.environ:
-            parser.error("start it with torchrun, which says how many ranks there are")
+            parser.error("RANK is not set: start the benchmark with torchrun --nproc-per-node=N")
         _start(args)
     try:
         return _run(args, settings, names)
     finally:
-        if mine:
+        if owns_group:
             dist.destroy_process_group()
 
 
@@ -232,52 +238,49 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
     ranks = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     ring, ulysses = Mesh(ring=ranks, timeout=args.timeout), Mesh(ulysses=ranks, timeout=args.timeout)
-    place = BenchContext(device, DTYPES[args.dtype], ranks, ring, ulysses, args.backend)
-    warnings.filterwarnings("ignore")  # rivals explain at length why they do not run; the table says it in a line
+    context = BenchContext(device, DTYPES[args.dtype], ranks, ring, ulysses, args.backend)
+    warnings.filterwarnings("ignore")  # baselines explain at length why they do not run; the table has one line for it
     if args.trace is not None:
         from ringspan.parallel.bench.timeline import trace
 
         rings = sorted((name for name in names if name.startswith("ring-")), key=lambda name: "zigzag" not in name)
         first = next(iter(rings), None)
         if first is None:
-            raise ValueError(f"--trace draws a ring, and --only {args.only} has none: add ring-zigzag-p2p")
-        trace(contestants()[first].make, settings[0], place, args.trace, f"{first}, {settings[0].name}")
-        _say(f"written: {args.trace}")
+            raise ValueError(f"--only {args.only}: --trace draws a ring, and none is named; add ring-zigzag-p2p")
+        trace(candidates()[first].make, settings[0], context, args.trace, f"{first}, {settings[0].name}")
+        _log(f"written: {args.trace}")
         return 0
-    speaks, about, path = dist.get_rank() == 0, machine(device), args.json
-    if path is None and args.save is not None:
-        path = RESULTS / f"{(args.save or 'ring-' + slug(about['device'])).removesuffix('.json')}.json"
-        with contextlib.suppress(FileNotFoundError):
-            path.parent.mkdir(exist_ok=True)
-    if speaks:
+    is_first, about = dist.get_rank() == 0, machine(device)
+    path = result_path(args.json, args.save, f"ring-{slug(about['device'])}")
+    if is_first:
         print(about["device"], args.dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
     result |= {"settings": [], "rows": []}
     for setting in settings:
-        its = measure(setting, names, place, args.rounds, args.rep, args.cycles)
+        rows = measure(setting, names, context, args.rounds, args.rep, args.cycles)
         result["settings"].append(asdict(setting) | {"name": setting.name, "kv_bytes": _kv_bytes(setting, args.dtype)})
-        result["rows"] += its
-        if speaks:
-            print(report(setting, its, ranks), flush=True)
-            if path is not None:  # after each setting: who is cut short keeps what was measured
+        result["rows"] += rows
+        if is_first:
+            print(report(setting, rows, ranks), flush=True)
+            if path is not None:  # after each setting, so that an interrupted run keeps its results
                 path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    if speaks and path is not None:
+    if is_first and path is not None:
         print(f"\nwritten: {path}")
     return int(any(row["ours"] and row["status"] == "wrong" for row in result["rows"]))
 
 
 def _kv_bytes(setting: Setting, dtype: str) -> int:
-    """Of one rank's K and V, by which `transport.AUTO` chooses."""
+    """Bytes of one rank's K and V, by which transport="auto" chooses."""
     return 2 * setting.tokens * setting.kv_heads * setting.head_dim * DTYPES[dtype].itemsize
 
 
 def _command(args: argparse.Namespace, ranks: int) -> str:
-    chosen = ["--tokens", *args.tokens, "--heads", *args.heads, "--head-dim", str(args.head_dim)]
-    chosen += ["--window", str(args.window)] if args.window else []
-    chosen += ["--only", args.only] if args.only else []
-    chosen += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
-    chosen += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
-    return f"torchrun --nproc-per-node={ranks} -m ringspan.parallel.bench {shlex.join(chosen)}"
+    options = ["--tokens", *args.tokens, "--heads", *args.heads, "--head-dim", str(args.head_dim)]
+    options += ["--window", str(args.window)] if args.window else []
+    options += ["--only", args.only] if args.only else []
+    options += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
+    options += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
+    return f"torchrun --nproc-per-node={ranks} -m ringspan.parallel.bench {shlex.join(options)}"
 
 
 if __name__ == "__main__":

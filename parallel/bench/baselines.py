@@ -1,7 +1,7 @@
-"""What `parallel.bench` compares: our ring in every layout and over every transport, and other ways to span ranks.
+"""Candidates of the ring benchmark: our ring in every layout and transport, our Ulysses, one rank alone, and baselines.
 
-A contestant prepares a problem, this rank's share of one sequence with fresh random tensors, and cleans up after itself.
-One that is not installed raises ImportError, one that cannot do a setting ValueError.
+A candidate makes a Problem as a context manager: this rank's share of one sequence, with fresh random tensors. It raises
+ImportError if its package is not installed and ValueError if it does not support a setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.kernels.attention import attention
-from ringspan.kernels.bench.baselines import PEERS as KERNELS
+from ringspan.kernels.bench.baselines import BASELINES
 from ringspan.kernels.bench.shapes import Shape
 from ringspan.kernels.mask import Mask
 from ringspan.parallel.context_attention import context_attention
 from ringspan.parallel.layout import KINDS
 from ringspan.parallel.mesh import Mesh
-from ringspan.parallel.transport.select import COPIED, TRANSPORTS
+from ringspan.parallel.transport.select import COPY_TRANSPORTS, TRANSPORTS
 from ringspan.parallel.ulysses import check_heads, repeat_heads, to_heads, to_tokens
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One sequence over all ranks, causal."""
+    """One causal sequence, sharded over all ranks."""
 
     tokens: int  # per rank
     heads: int
@@ -44,13 +44,18 @@ class Setting:
         return f"{k}-h{self.heads}-{self.kv_heads}-d{self.head_dim}{window}"
 
     def shape(self, length: int) -> Shape:
+        """Return the attention problem of a sequence of this length."""
         return Shape(self.name, 1, length, self.heads, self.kv_heads, self.head_dim, window=self.window)
 
-    def whole(self, ranks: int) -> Shape:
+    def global_shape(self, ranks: int) -> Shape:
+        """Return the attention problem of the whole sequence."""
         return self.shape(self.tokens * ranks)
 
-    def alone(self, ranks: int) -> Shape:
-        """What one rank computes without the others that costs as much: causal work grows with the square of the length."""
+    def single_rank_shape(self, ranks: int) -> Shape:
+        """Return a problem for one rank without communication that costs as much as its share of the whole sequence.
+
+        Causal work grows with the square of the length, so its length is tokens × √ranks.
+        """
         if self.window:
             return self.shape(self.tokens)
         length = int(self.tokens * ranks**0.5)
@@ -61,21 +66,26 @@ class Setting:
 
 
 class Problem(NamedTuple):
-    run: Callable[[], Any]  # out
+    """One rank's share of a problem: a call that returns out, and what a backward needs."""
+
+    run: Callable[[], Any]
     leaves: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
     flops: float  # of this rank's forward
 
 
 def forward_and_backward(problem: Problem) -> None:
-    """In one thread: autograd's own would be woken in each call, which a training step does once, and the host would be late
-    for kernels of short shards."""
+    """Run a forward and its backward on the calling thread.
+
+    Autograd's own thread would have to wake in each call. A training step wakes it once; here the host would launch the kernels
+    of short shards too late.
+    """
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(problem.run(), problem.leaves, problem.dout)
 
 
 class BenchContext(NamedTuple):
-    """Where a benchmark runs. Meshes are made once: groups are collectives and cost memory."""
+    """Device, dtype and meshes of a benchmark. Meshes are made once: making a group is a collective and costs memory."""
 
     device: torch.device
     dtype: torch.dtype
@@ -88,73 +98,77 @@ class BenchContext(NamedTuple):
 Make = Callable[[Setting, BenchContext], AbstractContextManager[Problem]]
 
 
-class Contestant(NamedTuple):
+class Candidate(NamedTuple):
+    """One entry of the benchmark: ours or a baseline, with the device types that measure it by default."""
+
     label: str
     make: Make
     ours: bool
     devices: tuple[str, ...]
 
 
-def _tensors(setting: Setting, place: BenchContext, length: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def _tensors(setting: Setting, context: BenchContext, length: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
     sizes = [(1, length, n, setting.head_dim) for n in heads]
-    q, k, v, dout = (torch.randn(size, device=place.device, dtype=place.dtype) for size in sizes)
+    q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
     return (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout
 
 
 @contextmanager
-def _alone(setting: Setting, place: BenchContext) -> Iterator[Problem]:
-    shape = setting.alone(place.ranks)
-    leaves, dout = _tensors(setting, place, shape.length)
+def _alone(setting: Setting, context: BenchContext) -> Iterator[Problem]:
+    shape = setting.single_rank_shape(context.ranks)
+    leaves, dout = _tensors(setting, context, shape.length)
     mask = setting.mask()
-    yield Problem(lambda: attention(*leaves, mask, backend=place.backend), leaves, dout, shape.flops())
+    yield Problem(lambda: attention(*leaves, mask, backend=context.backend), leaves, dout, shape.flops())
 
 
 def _ring(kind: str, transport: str) -> Make:
     @contextmanager
-    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
-        whole = setting.whole(place.ranks)
-        layout = place.ring.layout(kind, whole.length)
-        leaves, dout = _tensors(setting, place, layout.local_length)
-        options: dict[str, Any] = dict(layout=layout, mesh=place.ring, transport=transport, backend=place.backend)
+    def make(setting: Setting, context: BenchContext) -> Iterator[Problem]:
+        global_shape = setting.global_shape(context.ranks)
+        layout = context.ring.layout(kind, global_shape.length)
+        leaves, dout = _tensors(setting, context, layout.local_length)
+        options: dict[str, Any] = dict(layout=layout, mesh=context.ring, transport=transport, backend=context.backend)
         mask = setting.mask()
         run = lambda: context_attention(*leaves, mask, **options)  # noqa: E731
-        yield Problem(run, leaves, dout, whole.flops() / place.ranks)
+        yield Problem(run, leaves, dout, global_shape.flops() / context.ranks)
 
     return make
 
 
 @contextmanager
-def _ulysses(setting: Setting, place: BenchContext) -> Iterator[Problem]:
-    whole = setting.whole(place.ranks)
-    layout = place.ulysses.layout("contiguous", whole.length)
-    leaves, dout = _tensors(setting, place, layout.local_length)
-    options: dict[str, Any] = dict(layout=layout, mesh=place.ulysses, backend=place.backend)
+def _ulysses(setting: Setting, context: BenchContext) -> Iterator[Problem]:
+    global_shape = setting.global_shape(context.ranks)
+    layout = context.ulysses.layout("contiguous", global_shape.length)
+    leaves, dout = _tensors(setting, context, layout.local_length)
+    options: dict[str, Any] = dict(layout=layout, mesh=context.ulysses, backend=context.backend)
     mask = setting.mask()
     run = lambda: context_attention(*leaves, mask, **options)  # noqa: E731
-    yield Problem(run, leaves, dout, whole.flops() / place.ranks)
+    yield Problem(run, leaves, dout, global_shape.flops() / context.ranks)
 
 
 def _ulysses_over(kernel: str) -> Make:
-    """The same exchange around somebody else's kernel."""
+    """Our Ulysses exchange around a baseline's kernel."""
 
     @contextmanager
-    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
-        whole, ranks = setting.whole(place.ranks), place.ranks
+    def make(setting: Setting, context: BenchContext) -> Iterator[Problem]:
+        global_shape, ranks = setting.global_shape(context.ranks), context.ranks
         check_heads(setting.heads, ranks, ranks)
-        leaves, dout = _tensors(setting, place, setting.tokens)
+        leaves, dout = _tensors(setting, context, setting.tokens)
         kv_heads = repeat_heads(leaves[1], ranks).shape[2] // ranks
-        local = Shape(whole.name, 1, whole.length, setting.heads // ranks, kv_heads, setting.head_dim, window=setting.window)
-        group, among = place.ulysses.ulysses_group, place.ulysses.context_group
-        assert group is not None and among is not None
-        trip = ranks, group.group_name, among.group_name
+        local = Shape(
+            global_shape.name, 1, global_shape.length, setting.heads // ranks, kv_heads, setting.head_dim, window=setting.window
+        )
+        group, context_group = context.ulysses.ulysses_group, context.ulysses.context_group
+        assert group is not None and context_group is not None
+        exchange = ranks, group.group_name, context_group.group_name
 
         def run() -> Tensor:
             q, k, v = leaves
-            here = to_heads(q, *trip), to_heads(k, *trip), to_heads(v, *trip)
-            return to_tokens(KERNELS[kernel].run(*here, local), *trip)
+            inputs = to_heads(q, *exchange), to_heads(k, *exchange), to_heads(v, *exchange)
+            return to_tokens(BASELINES[kernel].run(*inputs, local), *exchange)
 
-        yield Problem(run, leaves, dout, whole.flops() / ranks)
+        yield Problem(run, leaves, dout, global_shape.flops() / ranks)
 
     return make
 
@@ -166,19 +180,19 @@ def _device_mesh(device: str, ranks: int) -> DeviceMesh:
 
 def _torch_context_parallel(rotate: str) -> Make:
     @contextmanager
-    def make(setting: Setting, place: BenchContext) -> Iterator[Problem]:
+    def make(setting: Setting, context: BenchContext) -> Iterator[Problem]:
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if setting.window or setting.heads != setting.kv_heads:
-            raise ValueError("takes neither windows nor fewer KV heads")
-        whole = setting.whole(place.ranks)
+            raise ValueError("supports neither windows nor fewer KV heads than query heads")
+        global_shape = setting.global_shape(context.ranks)
         set_rotate_method(rotate)
-        size = (1, setting.heads, whole.length, setting.head_dim)
-        q, k, v = (torch.randn(size, device=place.device, dtype=place.dtype) for _ in range(3))
+        size = (1, setting.heads, global_shape.length, setting.head_dim)
+        q, k, v = (torch.randn(size, device=context.device, dtype=context.dtype) for _ in range(3))
         with context_parallel(
-            _device_mesh(place.device.type, place.ranks),
+            _device_mesh(context.device.type, context.ranks),
             buffers=[q, k, v],
             buffer_seq_dims=[2, 2, 2],
             no_restore_buffers={q, k, v},
@@ -189,55 +203,58 @@ def _torch_context_parallel(rotate: str) -> Make:
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                     return F.scaled_dot_product_attention(*leaves, is_causal=True)
 
-            yield Problem(run, leaves, torch.randn_like(q), whole.flops() / place.ranks)
+            yield Problem(run, leaves, torch.randn_like(q), global_shape.flops() / context.ranks)
 
     return make
 
 
-def contestants() -> dict[str, Contestant]:
-    """By name; "alone" first, which the others are a share of."""
-    anywhere, gpus = ("cuda", "cpu"), ("cuda",)
-    table: dict[str, Contestant] = {"alone": Contestant("one rank alone", _alone, True, anywhere)}
+def candidates() -> dict[str, Candidate]:
+    """Return the candidates by name. The first, "alone", is what shares refer to."""
+    any_device, gpus = ("cuda", "cpu"), ("cuda",)
+    table: dict[str, Candidate] = {"alone": Candidate("one rank alone", _alone, True, any_device)}
     for kind in KINDS:
         for transport in TRANSPORTS:
-            where: tuple[str, ...] = () if transport == "auto" else gpus if transport in COPIED else anywhere
+            devices: tuple[str, ...] = () if transport == "auto" else gpus if transport in COPY_TRANSPORTS else any_device
             label = f"Ringspan ring, {kind}, {transport}"
-            table[f"ring-{kind}-{transport}"] = Contestant(label, _ring(kind, transport), True, where)
-    table["ulysses"] = Contestant("Ringspan Ulysses", _ulysses, True, anywhere)
+            table[f"ring-{kind}-{transport}"] = Candidate(label, _ring(kind, transport), True, devices)
+    table["ulysses"] = Candidate("Ringspan Ulysses", _ulysses, True, any_device)
     for kernel in ("sdpa-cudnn", "fa4", "sdpa-flash"):
-        label, _, where = KERNELS[kernel]
-        table[f"ulysses-{kernel}"] = Contestant(
+        label, _, devices = BASELINES[kernel]
+        table[f"ulysses-{kernel}"] = Candidate(
             f"Ulysses over {label}", _ulysses_over(kernel), False, gpus if kernel != "sdpa-flash" else ("cpu",)
         )
     for rotate in ("allgather", "alltoall"):
         label = f"torch context_parallel, cuDNN, {rotate}"
-        table[f"torch-cp-{rotate}"] = Contestant(label, _torch_context_parallel(rotate), False, gpus)
+        table[f"torch-cp-{rotate}"] = Candidate(label, _torch_context_parallel(rotate), False, gpus)
     return table
 
 
-def sampled_error(problem: Problem, setting: Setting, place: BenchContext, kind: str, rows: int = 32) -> float:
-    """Relative RMS error of the ring's out in the first and last KV head, at some rows of every rank, against fp32."""
-    layout = place.ring.layout(kind, setting.tokens * place.ranks)
+def sampled_error(problem: Problem, setting: Setting, context: BenchContext, kind: str, rows: int = 32) -> float:
+    """Return the relative RMS error of a ring's out against fp32.
+
+    The sample is the first and the last KV head, at `rows` rows of every rank.
+    """
+    layout = context.ring.layout(kind, setting.tokens * context.ranks)
     q, k, v = (x.detach() for x in problem.leaves)
     out = problem.run().detach()
-    at = layout.positions(place.ring.context_rank, place.device)
-    real = (at < layout.length).nonzero()[:, 0]
-    chosen = real[torch.linspace(0, len(real) - 1, rows, device=place.device).long()] if len(real) else real
-    visible = setting.mask().visible(at[chosen], torch.arange(layout.length, device=place.device))[0]
-    gap = norm = torch.zeros((), device=place.device)
+    positions = layout.positions(context.ring.context_rank, context.device)
+    valid = (positions < layout.length).nonzero()[:, 0]
+    sample = valid[torch.linspace(0, len(valid) - 1, rows, device=context.device).long()] if len(valid) else valid
+    visible = setting.mask().visible(positions[sample], torch.arange(layout.length, device=context.device))[0]
+    gap = norm = torch.zeros((), device=context.device)
     group = setting.heads // setting.kv_heads
     for head in {0, setting.kv_heads - 1}:
-        everywhere = []
+        full_kv = []
         for x in (k, v):
-            mine = x[0, :, head].contiguous()
-            shards = [torch.empty_like(mine) for _ in range(place.ranks)]
-            dist.all_gather(shards, mine, group=place.ring.context_group)
-            everywhere.append(layout.unshard(shards, 0).float())
+            local = x[0, :, head].contiguous()
+            shards = [torch.empty_like(local) for _ in range(context.ranks)]
+            dist.all_gather(shards, local, group=context.ring.context_group)
+            full_kv.append(layout.unshard(shards, 0).float())
         queries = slice(head * group, (head + 1) * group)
-        s = torch.einsum("ihd,jd->hij", q[0, chosen, queries].float(), everywhere[0]) * setting.head_dim**-0.5
-        expected = torch.einsum("hij,jd->ihd", s.masked_fill(~visible, -torch.inf).softmax(-1), everywhere[1])
-        gap = gap + (out[0, chosen, queries].float() - expected).square().sum()
+        s = torch.einsum("ihd,jd->hij", q[0, sample, queries].float(), full_kv[0]) * setting.head_dim**-0.5
+        expected = torch.einsum("hij,jd->ihd", s.masked_fill(~visible, -torch.inf).softmax(-1), full_kv[1])
+        gap = gap + (out[0, sample, queries].float() - expected).square().sum()
         norm = norm + expected.square().sum()
     sums = torch.stack([gap, norm])
-    dist.all_reduce(sums, group=place.ring.context_group)
+    dist.all_reduce(sums, group=context.ring.context_group)
     return float((sums[0] / sums[1]).sqrt())

@@ -1,4 +1,4 @@
-"""What a contestant of `parallel.bench` takes in its turn: ranks begin together, and the slowest counts."""
+"""Timing of one candidate of the ring benchmark: ranks start together at a barrier, and the slowest rank counts."""
 
 import itertools
 import math
@@ -10,72 +10,73 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringspan.parallel.bench.baselines import BenchContext, Contestant, Setting, forward_and_backward
+from ringspan.parallel.bench.baselines import BenchContext, Candidate, Setting, forward_and_backward
 
 
 class Timing(NamedTuple):
-    """What a contestant took in a round, on the slowest rank."""
+    """Times of a candidate in one round, of the slowest rank."""
 
     forward: float  # ms
-    both: float  # ms of a forward with its backward
-    flops: float  # of a forward
+    both: float  # ms of a forward and its backward
+    flops: float  # of a forward, per rank
     forward_mcycles: float | None = None
     both_mcycles: float | None = None
 
 
-def time_baseline(contestant: Contestant, setting: Setting, place: BenchContext, rep: float, cycles: bool) -> Timing:
-    with contestant.make(setting, place) as problem:
+def time_candidate(candidate: Candidate, setting: Setting, context: BenchContext, rep: float, cycles: bool) -> Timing:
+    """Time a candidate for about `rep` ms per direction, and count its clock cycles if asked."""
+    with candidate.make(setting, context) as problem:
 
         def forward() -> None:
             with torch.no_grad():
                 problem.run()
 
         calls = forward, lambda: forward_and_backward(problem)
-        forward_ms, both_ms = (_median_ms(call, place, rep) for call in calls)
-        turn = Timing(forward_ms, both_ms, problem.flops)
+        forward_ms, both_ms = (_median_ms(call, context, rep) for call in calls)
+        timing = Timing(forward_ms, both_ms, problem.flops)
         if not cycles:
-            return turn
-        counts = (_mcycles(call, place, how_often(ms, rep)) for call, ms in zip(calls, turn[:2], strict=True))
-        return turn._replace(**dict(zip(("forward_mcycles", "both_mcycles"), counts, strict=True)))
+            return timing
+        counts = (_mcycles(call, context, num_calls(ms, rep)) for call, ms in zip(calls, timing[:2], strict=True))
+        return timing._replace(**dict(zip(("forward_mcycles", "both_mcycles"), counts, strict=True)))
 
 
-def _median_ms(call: Callable[[], object], place: BenchContext, rep: float) -> float:
-    """The median of as many calls as fit into rep ms, of the slowest rank; calls follow each other without a pause.
+def _median_ms(call: Callable[[], object], context: BenchContext, rep: float) -> float:
+    """Median ms of consecutive calls that fit into rep ms, of the slowest rank.
 
-    One goes before, for which GPUs were idle. Of calls that are longer than that one more is enough: the rounds repeat it.
+    One call runs first, because the GPUs are idle before it. For calls longer than rep one more is enough: rounds repeat it.
     """
 
-    def together(calls: int) -> list[float]:
-        dist.barrier(group=place.ring.context_group)
-        return spans(call, place.device, calls)
+    def times(calls: int) -> list[float]:
+        dist.barrier(group=context.ring.context_group)
+        return call_times(call, context.device, calls)
 
-    first = _largest(together(1)[0], place)
-    return _largest(statistics.median(together(how_often(first, rep))), place)
+    first = _largest(times(1)[0], context)
+    return _largest(statistics.median(times(num_calls(first, rep))), context)
 
 
-def _mcycles(call: Callable[[], object], place: BenchContext, calls: int) -> float:
-    """Millions a call, of the rank that counts most; an error on all ranks if one could not count."""
-    from ringspan.kernels.bench.clock_cycles import cycles_of  # only here: it needs Triton
+def _mcycles(call: Callable[[], object], context: BenchContext, calls: int) -> float:
+    """Million cycles of a call, of the rank with the most; RuntimeError on all ranks if one cannot count."""
+    from ringspan.kernels.bench.clock_cycles import cycles_of  # imported here because it needs Triton
 
-    dist.barrier(group=place.ring.context_group)
-    error = None
+    dist.barrier(group=context.ring.context_group)
+    cause = None
     try:
-        mine = cycles_of(call, max(2, calls), place.device) / 1e6
-    except RuntimeError as failed:
-        error, mine = failed, math.inf  # by which the others, who would wait for this rank, hear of it
-    most = _largest(mine, place)
-    if math.isinf(most):
-        raise RuntimeError("a rank could not count cycles: is another process at work on its GPU?") from error
-    return most
+        mcycles = cycles_of(call, max(2, calls), context.device) / 1e6
+    except RuntimeError as error:
+        cause, mcycles = error, math.inf  # tells the peer ranks, which wait in the all-reduce
+    largest = _largest(mcycles, context)
+    if math.isinf(largest):
+        raise RuntimeError("a rank could not count cycles: check that no other process uses its GPU") from cause
+    return largest
 
 
-def how_often(ms: float, rep: float) -> int:
-    """Calls that take so many ms, in a turn of `rep` ms."""
+def num_calls(ms: float, rep: float) -> int:
+    """Return how many calls of `ms` each to make in `rep` ms: 1 if one is longer, else 3 to 50."""
     return 1 if ms > rep else max(3, min(50, int(rep / ms)))
 
 
-def spans(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """ms of each."""
+def call_times(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """Return the ms of each of some consecutive calls."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(calls):
@@ -91,31 +92,36 @@ def spans(call: Callable[[], object], device: torch.device, calls: int) -> list[
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def _largest(value: float, place: BenchContext) -> float:
-    worst = torch.tensor(value, device=place.device, dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=place.ring.context_group)
-    return float(worst)
+def _largest(value: float, context: BenchContext) -> float:
+    """Maximum over the ranks."""
+    largest = torch.tensor(value, device=context.device, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=context.ring.context_group)
+    return float(largest)
 
 
-def speeds(turns: list[Timing], alone: list[Timing]) -> dict[str, float]:
-    """TFLOP/s per rank, and shares of the kernel alone, over rounds: median, least and most."""
+def speeds(timings: list[Timing], alone: list[Timing]) -> dict[str, float]:
+    """Return TFLOP/s per rank and shares of the kernel alone, over rounds: median, minimum and maximum.
+
+    Shares are ratios within a round, so `alone` must have the same rounds; without them a row has no shares.
+    """
     row: dict[str, float] = {}
-    pairs = list(zip(turns, alone, strict=True)) if len(alone) == len(turns) else []
-    for way, factor in (("forward", 1.0), ("both", 3.5)):
-        rates = [factor * turn.flops / getattr(turn, way) / 1e9 for turn in turns]
-        row |= _spread(f"{way}_tflops", rates) | {f"{way}_ms": statistics.median(getattr(turn, way) for turn in turns)}
+    pairs = list(zip(timings, alone, strict=True)) if len(alone) == len(timings) else []
+    for part, factor in (("forward", 1.0), ("both", 3.5)):
+        rates = [factor * timing.flops / getattr(timing, part) / 1e9 for timing in timings]
+        row |= _spread(f"{part}_tflops", rates) | {f"{part}_ms": statistics.median(getattr(timing, part) for timing in timings)}
         if pairs:
-            row |= _spread(f"{way}_share", [_share(turn, other, way) for turn, other in pairs])
-        if turns[0].both_mcycles is not None:
-            row[f"{way}_mcycles"] = statistics.median(getattr(turn, f"{way}_mcycles") for turn in turns)
+            row |= _spread(f"{part}_share", [_share(timing, single, part) for timing, single in pairs])
+        if timings[0].both_mcycles is not None:
+            row[f"{part}_mcycles"] = statistics.median(getattr(timing, f"{part}_mcycles") for timing in timings)
             if pairs:
-                row |= _spread(f"{way}_cycles_share", [_share(turn, other, f"{way}_mcycles") for turn, other in pairs])
+                shares = [_share(timing, single, f"{part}_mcycles") for timing, single in pairs]
+                row |= _spread(f"{part}_cycles_share", shares)
     return row
 
 
-def _share(turn: Timing, alone: Timing, what: str) -> float:
-    """Of the work that the kernel alone does in a ms, or in a cycle."""
-    return turn.flops / getattr(turn, what) / (alone.flops / getattr(alone, what))
+def _share(timing: Timing, alone: Timing, field: str) -> float:
+    """FLOPs per ms or per cycle, as a share of the kernel alone."""
+    return timing.flops / getattr(timing, field) / (alone.flops / getattr(alone, field))
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:

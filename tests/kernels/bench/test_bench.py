@@ -1,19 +1,21 @@
-"""The benchmark: what it counts, what it refuses to time, and that it runs to the end without a GPU."""
+"""The kernel benchmark: FLOP counts, checks before timing, counters, result files, and a run without a GPU."""
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ringspan import ROOT
 from ringspan.kernels.bench import __main__ as bench
-from ringspan.kernels.bench import baselines, energy, measure
+from ringspan.kernels.bench import baselines, energy, measure, shapes
 from ringspan.kernels.bench.baselines import AttentionKernel
 from ringspan.kernels.bench.shapes import Shape
 
 
-def counted(shape: Shape) -> int:
+def visible_pairs(shape: Shape) -> int:
     return int(shape.visible(torch.arange(shape.length)).sum())
 
 
@@ -32,20 +34,20 @@ MASKS = pytest.mark.parametrize(
 
 
 @MASKS
-def test_tiles_are_those_with_something_visible(options: dict) -> None:
+def test_tiles_are_those_with_a_visible_pair(options: dict) -> None:
     shape = Shape("s", 3, 37, 2, 1, 16, **options)
-    seen = torch.nn.functional.pad(shape.visible(torch.arange(37)), (0, 3, 0, 3))
-    assert shape.tiles(8) == 3 * 2 * int(seen.view(5, 8, 5, 8).any(3).any(1).sum())
+    visible = torch.nn.functional.pad(shape.visible(torch.arange(37)), (0, 3, 0, 3))
+    assert shape.tiles(8) == 3 * 2 * int(visible.view(5, 8, 5, 8).any(3).any(1).sum())
 
 
 @MASKS
-def test_pairs_are_those_visible(options: dict) -> None:
+def test_pairs_are_the_visible_pairs(options: dict) -> None:
     shape = Shape("s", 1, 37, 2, 1, 16, **options)
-    assert shape.pairs() == counted(shape)
-    assert baselines.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
+    assert shape.pairs() == visible_pairs(shape)
+    assert shapes.mask_of(shape).visible(torch.arange(37), torch.arange(37))[0].equal(shape.visible(torch.arange(37)))
 
 
-def test_flops_follow_the_convention() -> None:
+def test_flops_and_speeds_follow_the_convention() -> None:
     assert Shape("s", 2, 1024, 16, 4, 128).flops() == 4 * 2 * 16 * 1024**2 / 2 * 128
     assert Shape("s", 2, 1024, 16, 4, 128, causal=False).flops() == 4 * 2 * 16 * 1024**2 * 128
     row = measure.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
@@ -55,18 +57,18 @@ def test_flops_follow_the_convention() -> None:
 
 
 def test_shapes_are_consistent() -> None:
-    for name, shape in baselines.SHAPES.items():
+    for name, shape in shapes.SHAPES.items():
         assert name == shape.name
         if shape.length >= 2048:
             assert shape.heads * shape.head_dim == 2048 and shape.batch * shape.length >= 16384
-    assert {name for names in baselines.DEFAULT_SHAPES.values() for name in names} <= set(baselines.SHAPES)
+    assert {name for names in shapes.DEFAULT_SHAPES.values() for name in names} <= set(shapes.SHAPES)
     with pytest.raises(ValueError, match="length=37"):
         Shape("s", 1, 37, 2, 1, 16, documents=(1, 2))
 
 
 @pytest.mark.parametrize("options", [dict(), dict(window=7), dict(documents=(5, 32))])
-def test_truth_is_autograd_of_the_definition(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "CHUNK", 37 * 2 * 10)  # ten rows at a time
+def test_reference_equals_autograd_of_the_definition(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "CHUNK", 37 * 2 * 10)  # chunks of ten rows
     shape = Shape("s", 1, 37, 2, 1, 16, **options)
     q, k, v, dout = (torch.randn(37, heads, 16, dtype=torch.float64) for heads in (2, 1, 1, 2))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -75,7 +77,7 @@ def test_truth_is_autograd_of_the_definition(options: dict, monkeypatch: pytest.
     out = torch.einsum("gqk,kgd->qgd", p, v.expand_as(q))
     expected = [out, *torch.autograd.grad(out, leaves, dout)]
     singles = [x.detach().float() for x in (q, k, v, dout)]
-    for x, ref in zip(baselines.truth(singles, shape), expected, strict=True):
+    for x, ref in zip(baselines.reference_results(singles, shape), expected, strict=True):
         assert x.dtype == torch.float64
         torch.testing.assert_close(x, ref, rtol=1e-5, atol=1e-5)
 
@@ -86,7 +88,7 @@ def run(tmp_path, *argv: str) -> tuple[int, dict]:
     return code, json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_runs_to_the_end_on_a_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
+def test_benchmark_completes_on_a_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
     code, result = run(tmp_path)
     assert code == 0
     assert result["kind"] == "attention" and result["versions"]["torch"] and result["date"] and result["device"]
@@ -97,12 +99,12 @@ def test_runs_to_the_end_on_a_cpu(tmp_path, capsys: pytest.CaptureFixture) -> No
         row = rows[name]
         assert row["status"] == "ok", row
         assert row["error_out"] < 1e-5 and row["error_grad"] < 1e-5
-        for way in ("forward", "backward"):
-            low, mid, high = (row[f"{way}_tflops{end}"] for end in ("_min", "", "_max"))
-            assert 0 < low <= mid <= high < math.inf and row[f"{way}_ms"] > 0
+        for direction in ("forward", "backward"):
+            low, mid, high = (row[f"{direction}_tflops{end}"] for end in ("_min", "", "_max"))
+            assert 0 < low <= mid <= high < math.inf and row[f"{direction}_ms"] > 0
     assert all(row["status"] == "ok" or row["note"] for row in rows.values())
     assert rows["reference"]["ours"] and not rows["sdpa-math"]["ours"]
-    assert "ours of the best rival: forward" in capsys.readouterr().out
+    assert "our best ÷ the best baseline: forward" in capsys.readouterr().out
 
 
 def _crash(q, k, v, shape):
@@ -110,16 +112,16 @@ def _crash(q, k, v, shape):
 
 
 def _missing(q, k, v, shape):
-    import no_such_rival  # noqa: F401
+    import no_such_baseline  # noqa: F401
 
 
 def _nan_gradient(q, k, v, shape):
-    out = baselines.PEERS["sdpa-math"].run(q, k, v, shape)
+    out = baselines.BASELINES["sdpa-math"].run(q, k, v, shape)
     out.register_hook(lambda grad: grad * float("nan"))
     return out
 
 
-WRONGS = {
+FAULTY_KERNELS = {
     "garbage": (lambda q, k, v, shape: q * 1.0 + k.mean() + v.mean(), "wrong", "error above"),
     "nan": (lambda q, k, v, shape: q + k.mean() * v.mean() * float("nan"), "wrong", "NaN"),
     "nan-gradient": (_nan_gradient, "wrong", "NaN"),
@@ -128,18 +130,18 @@ WRONGS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONGS)
-def test_a_kernel_that_is_wrong_is_not_timed(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, status, note = WRONGS[name]
-    monkeypatch.setitem(baselines.PEERS, name, AttentionKernel(name, call, ("cpu",)))
+@pytest.mark.parametrize("name", FAULTY_KERNELS)
+def test_faulty_baselines_are_not_timed(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, status, note = FAULTY_KERNELS[name]
+    monkeypatch.setitem(baselines.BASELINES, name, AttentionKernel(name, call, ("cpu",)))
     code, result = run(tmp_path, "--only", f"{name},sdpa-math")
     row, other = result["rows"]
     assert row["status"] == status and note in row["note"] and "forward_tflops" not in row
     assert other["status"] == "ok"
-    assert code == 0  # a rival's fault
+    assert code == 0  # only a wrong kernel of ours fails the command
 
 
-def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "attention", lambda q, k, v, **options: q * k.mean() * v.mean())
     code, result = run(tmp_path, "--only", "chunked")
     assert code == 1 and result["rows"][0]["status"] == "wrong"
@@ -153,7 +155,7 @@ def test_our_own_wrong_kernel_fails_the_command(tmp_path, monkeypatch: pytest.Mo
         (["--cycles"], "leave it out here"),
         (["--energy"], "leave it out here"),
         (["--counters"], "leave it out here"),
-        (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--json", "no/such/folder/x.json"], "no/such/folder is no folder: make it first, or pass another path with --json"),
         (["--shapes", "huge"], "invalid choice"),
     ],
 )
@@ -163,24 +165,57 @@ def test_bad_options_name_a_remedy(argv: list[str], remedy: str, capsys: pytest.
     assert remedy in capsys.readouterr().err
 
 
-def test_large_dense_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="2 GiB of scores; here it is timed up to 1 GiB"):
-        baselines.SHAPES["d128-causal-2k"].check_dense(torch.device("cpu"))
+def test_dense_kernels_are_skipped_at_large_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="length=2048: the scores take 2 GiB; this device runs dense kernels up to 1 GiB"):
+        shapes.SHAPES["d128-causal-2k"].check_dense(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    baselines.SHAPES["d128-causal-8k"].check_dense(torch.device("cuda"))
-    with pytest.raises(ValueError, match="16 GiB of scores; here it is timed up to 10 GiB"):
-        baselines.SHAPES["d128-causal-16k"].check_dense(torch.device("cuda"))
+    shapes.SHAPES["d128-causal-8k"].check_dense(torch.device("cuda"))
+    with pytest.raises(ValueError, match="the scores take 16 GiB; this device runs dense kernels up to 10 GiB"):
+        shapes.SHAPES["d128-causal-16k"].check_dense(torch.device("cuda"))
 
 
-def test_names_of_results() -> None:
+def test_device_names_become_file_names() -> None:
     assert measure.slug("NVIDIA H200") == "h200"
     assert measure.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
     assert measure.slug("CPU, x86_64") == "cpu"
 
 
-def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> None:
-    """For each way, of a call that runs; and where counting fails the times stand all the same."""
-    shape, cpu = baselines.SHAPES["tiny"], torch.device("cpu")
+def test_save_writes_docs_results_of_a_checkout() -> None:
+    assert measure.RESULTS == ROOT / "docs/results"
+    assert measure.result_path(None, "", "attention-cpu") == ROOT / "docs/results/attention-cpu.json"
+    assert measure.result_path(None, None, "attention-cpu") is None
+
+
+def test_save_without_a_checkout_creates_a_results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has no docs/results: results are written below the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "RESULTS", measure.results_folder(tmp_path / "site-packages"))
+    argv = ["--device", "cpu", "--shapes", "tiny", "--rep", "1", "--rounds", "1", "--only", "sdpa-math"]
+    assert bench.main([*argv, "--save", "mine"]) == 0
+    assert json.loads((tmp_path / "results/mine.json").read_text())["rows"][0]["status"] == "ok"
+    assert not (tmp_path / "site-packages").exists()
+
+
+def test_save_into_a_folder_that_cannot_be_made_names_json(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "results").write_text("a file")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", "--shapes", "tiny", "--save"])
+    assert "--json" in capsys.readouterr().err
+
+
+def test_commit_is_that_of_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """site-packages in the repository of another project must not record that project's commit."""
+    if (ROOT / ".git").exists():
+        assert measure.machine(torch.device("cpu"))["commit"]
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "_output", lambda *command: "another project's commit")
+    assert measure.machine(torch.device("cpu"))["commit"] is None
+
+
+def test_counters_are_added_to_the_rows(capsys: pytest.CaptureFixture) -> None:
+    """Each direction's call is counted; if a counter fails, the times stay valid."""
+    shape, cpu = shapes.SHAPES["tiny"], torch.device("cpu")
 
     def count(call, ms: float, rep: float, device: torch.device) -> dict[str, float]:
         call()
@@ -190,29 +225,29 @@ def test_what_is_counted_stands_in_its_row(capsys: pytest.CaptureFixture) -> Non
         raise RuntimeError("boom")
 
     rows = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [count])
-    for way in baselines.WAYS:
-        assert rows[0][f"{way}_mcycles"] == 2 * rows[0][f"{way}_ms"] and rows[0][f"{way}_joules"] == 1.0
+    for direction in baselines.DIRECTIONS:
+        assert rows[0][f"{direction}_mcycles"] == 2 * rows[0][f"{direction}_ms"] and rows[0][f"{direction}_joules"] == 1.0
     assert "million cycles  1 / 1 J at 700 / 700 W" in bench.report(shape, rows)
     (row,) = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [fails])
     assert row["status"] == "ok" and row["forward_ms"] > 0 and row["note"] == "RuntimeError: boom"
 
 
 class Driver:
-    """NVML's counter, which has a new value every 0.1 s and takes 4 ms to say it, and its GPU: 500 W at work, 100 W idle."""
+    """Simulated NVML and GPU: the counter updates every 0.1 s, a query takes 4 ms, the GPU draws 500 W busy and 100 W idle."""
 
     def __init__(self) -> None:
         self.code, self.watts = 0, (500.0, 100.0)
-        self.seconds = self.ends = 0.0  # the host's time, and when the GPU is through with its work
-        self.worked = 0.0  # seconds of it so far that the GPU has had work for
-        self.looked = 0  # at why its clock is as it is
+        self.seconds = self.ends = 0.0  # the host's time, and the time when the GPU completes its work
+        self.busy_seconds = 0.0  # of the GPU, until the host's time
+        self.queries = 0  # of the throttle reasons
 
-    def work(self, ms: float) -> None:
-        """A call: the host gives it in no time, and the GPU takes it up behind those before."""
+    def launch(self, ms: float) -> None:
+        """A call: the launch takes no host time, and runs after the previous ones."""
         self.ends = max(self.ends, self.seconds) + ms / 1000
 
-    def until(self, then: float) -> None:
-        self.worked += max(0.0, min(then, self.ends) - self.seconds)
-        self.seconds = max(self.seconds, then)
+    def advance(self, time: float) -> None:
+        self.busy_seconds += max(0.0, min(time, self.ends) - self.seconds)
+        self.seconds = max(self.seconds, time)
 
     def nvmlInit_v2(self) -> int:
         return self.code
@@ -220,20 +255,20 @@ class Driver:
     def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
         return 0 if name == b"GPU-1234" else 6
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object, to) -> int:
-        to._obj.value = 700_000
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object, value) -> int:
+        value._obj.value = 700_000
         return 0
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, to) -> int:
-        self.looked += 1
-        to._obj.value = 0x4 if self.looked % 4 else 0x1  # power, and nothing to do
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object, value) -> int:
+        self.queries += 1
+        value._obj.value = 0x4 if self.queries % 4 else 0x1  # power cap, or idle
         return 0
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, to) -> int:
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, value) -> int:
         tick = self.seconds // 0.1 * 0.1
-        worked = max(0.0, self.worked - (self.seconds - tick))
-        to._obj.value = int(1000 * (self.watts[0] * worked + self.watts[1] * (tick - worked)))
-        self.until(self.seconds + 0.004)
+        busy = max(0.0, self.busy_seconds - (self.seconds - tick))
+        value._obj.value = int(1000 * (self.watts[0] * busy + self.watts[1] * (tick - busy)))
+        self.advance(self.seconds + 0.004)
         return 0
 
 
@@ -246,7 +281,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
             self.ends = driver.ends
 
         def synchronize(self) -> None:
-            driver.until(self.ends)
+            driver.advance(self.ends)
 
     monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
@@ -257,26 +292,27 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_joules_are_those_of_one_call(driver: Driver) -> None:
-    """However many calls stand between two looks at the counter; and the GPU is not idle while it is asked."""
+    """For any number of calls between two reads of the counter; the GPU stays busy during the driver's query."""
     for ms in (0.01, 3.0, 70.0, 2000.0):
-        found = energy.count_energy(lambda ms=ms: driver.work(ms), ms, 200.0, torch.device("cuda"))
-        assert found["joules"] == pytest.approx(0.5 * ms, rel=0.05) and found["watts"] == pytest.approx(500, rel=0.05)
-        assert found["watts_limit"] == 700 and found["held_down"] == pytest.approx(0.75, abs=0.25)
+        counted = energy.count_energy(lambda ms=ms: driver.launch(ms), ms, 200.0, torch.device("cuda"))
+        assert counted["joules"] == pytest.approx(0.5 * ms, rel=0.05) and counted["watts"] == pytest.approx(500, rel=0.05)
+        assert counted["watts_limit"] == 700 and counted["held_down"] == pytest.approx(0.75, abs=0.25)
 
 
-def test_a_counter_that_does_not_count_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_energy_counters_are_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     def count() -> None:
-        energy.count_energy(lambda: driver.work(100.0), 100.0, 200.0, torch.device("cuda"))
+        energy.count_energy(lambda: driver.launch(100.0), 100.0, 200.0, torch.device("cuda"))
 
-    for change, told in ((dict(watts=(0.0, 0.0)), "stands still"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9")):
+    faults = ((dict(watts=(0.0, 0.0)), "does not change"), (dict(code=9), "nvmlInit_v2 fails with NVML's error 9"))
+    for change, message in faults:
         with monkeypatch.context() as patch:
             for name, value in change.items():
                 patch.setattr(driver, name, value)
-            with pytest.raises(ValueError, match=f"{told}.*leave it out"):
+            with pytest.raises(ValueError, match=f"{message}.*leave it out"):
                 count()
     monkeypatch.undo()
     with pytest.raises(ValueError, match="leave it out"):
-        energy.Counter(torch.device("cuda"))
+        energy.EnergyCounter(torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -286,13 +322,13 @@ def test_cycles_are_those_of_one_call() -> None:
 
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    once, twice = cycles_of(lambda: x @ x, 20, device), cycles_of(lambda: x @ x @ x, 20, device)
-    assert 1.8 * once < twice < 2.2 * once
-    assert once > 4096**3 / (132 * 2048)  # no multiprocessor multiplies more in a cycle
+    one, two = cycles_of(lambda: x @ x, 20, device), cycles_of(lambda: x @ x @ x, 20, device)
+    assert 1.8 * one < two < 2.2 * one
+    assert one > 4096**3 / (132 * 2048)  # the peak of an SM, in multiply-adds per cycle
 
 
 @pytest.mark.gpu
-def test_watts_are_those_of_a_gpu() -> None:
+def test_watts_of_a_gpu_are_plausible() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    found = energy.count_energy(lambda: x @ x, 0.2, 200.0, x.device)
-    assert 100 < found["watts"] < 1500 and 0.01 < found["joules"] < 1
+    counted = energy.count_energy(lambda: x @ x, 0.2, 200.0, x.device)
+    assert 100 < counted["watts"] < 1500 and 0.01 < counted["joules"] < 1

@@ -1,4 +1,4 @@
-"""The benchmark runs to the end on two gloo ranks; its pictures and tables show what there is."""
+"""The ring benchmark on two gloo ranks: results, errors, shares, interrupted runs, and the timeline."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from tests.parallel import jobs
 from tests.parallel.pool import Failed
 
 
-def test_runs_to_the_end(tmp_path: Path, pools) -> None:
+def test_benchmark_completes_on_two_ranks(tmp_path: Path, pools) -> None:
     path = tmp_path / "ring.json"
     argv = ["--device", "cpu", "--tokens", "24", "--heads", "4/2", "--head-dim", "16", "--rounds", "2", "--rep", "1"]
     assert pools(2)(functools.partial(jobs.run_bench, [*argv, "--json", str(path)])) == [0, 0]
@@ -45,15 +45,15 @@ def test_runs_to_the_end(tmp_path: Path, pools) -> None:
     )
 
 
-def test_a_ring_that_is_wrong_is_not_timed(tmp_path: Path, pools) -> None:
+def test_a_wrong_ring_is_not_timed(tmp_path: Path, pools) -> None:
     path = tmp_path / "ring.json"
-    assert pools(2)(_Wrong(path)) == [1, 1]
+    assert pools(2)(_RingWithoutWindow(path)) == [1, 1]
     row = json.loads(path.read_text())["rows"][1]
     assert row["status"] == "wrong" and "both_tflops" not in row
 
 
 def test_shares_of_time_and_of_cycles() -> None:
-    """A ring with half of the work, that takes as long at half the clock."""
+    """A ring with half of the work, as slow at half the clock."""
     alone, ring = Timing(1.0, 4.0, 2e9, 10.0, 40.0), Timing(1.0, 4.0, 1e9, 5.0, 20.0)
     row = speeds([ring, ring._replace(both=2.0)], [alone, alone])
     assert row["forward_share"] == 0.5 and row["both_share_min"] == 0.5 and row["both_share_max"] == 1
@@ -62,10 +62,10 @@ def test_shares_of_time_and_of_cycles() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cycles_are_of_the_rank_that_counts_most(fails: bool, tmp_path: Path, pools) -> None:
-    """And a rank that cannot count is an error on all, not one that the others wait for."""
+def test_cycles_are_those_of_the_rank_with_the_most(fails: bool, tmp_path: Path, pools) -> None:
+    """A rank that cannot count raises an error on all ranks, so that no rank waits for it."""
     path = tmp_path / "ring.json"
-    assert pools(2)(_Counts(path, fails)) == [0, 0]
+    assert pools(2)(_CyclesByRank(path, fails)) == [0, 0]
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     if fails:
         assert all(row["status"] == "failed" and "could not count" in row["note"] for row in rows.values())
@@ -74,14 +74,14 @@ def test_cycles_are_of_the_rank_that_counts_most(fails: bool, tmp_path: Path, po
         assert rows["ring-zigzag-p2p"]["both_cycles_share"] > 0
 
 
-class _Counts:
-    """Each rank counts as many millions as its number and one more, or the last one cannot."""
+class _CyclesByRank:
+    """A run in which rank r counts r + 1 million cycles, or in which the last rank cannot count."""
 
     def __init__(self, path: Path, fails: bool) -> None:
         self.path, self.fails = path, fails
 
     def __call__(self) -> int:
-        right, rank = clock_cycles.cycles_of, dist.get_rank()
+        original, rank = clock_cycles.cycles_of, dist.get_rank()
 
         def count(call: Callable[[], object], repeats: int, device: torch.device) -> float:
             if self.fails and rank == 1:
@@ -91,75 +91,75 @@ class _Counts:
         clock_cycles.cycles_of = count
         try:
             mesh = Mesh(ring=2)
-            place = BenchContext(torch.device("cpu"), torch.float32, 2, mesh, Mesh(ulysses=2), "auto")
-            rows = bench.measure(Setting(24, 2, 1, 16), ["alone", "ring-zigzag-p2p"], place, 1, 1, cycles=True)
+            context = BenchContext(torch.device("cpu"), torch.float32, 2, mesh, Mesh(ulysses=2), "auto")
+            rows = bench.measure(Setting(24, 2, 1, 16), ["alone", "ring-zigzag-p2p"], context, 1, 1, cycles=True)
         finally:
-            clock_cycles.cycles_of = right
+            clock_cycles.cycles_of = original
         if rank == 0:
             self.path.write_text(json.dumps(rows))
         return 0
 
 
-class _Wrong:
-    """A window that the ring forgets."""
+class _RingWithoutWindow:
+    """A run with a wrong ring: it drops the mask."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self) -> int:
-        right = baselines.context_attention
-        baselines.context_attention = lambda q, k, v, mask, **options: right(q, k, v, None, **options)
+        original = baselines.context_attention
+        baselines.context_attention = lambda q, k, v, mask, **options: original(q, k, v, None, **options)
         try:
             argv = "--device cpu --tokens 24 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only alone,ring-zigzag-p2p"
             return bench.main([*argv.split(), "--json", str(self.path)])
         finally:
-            baselines.context_attention = right
+            baselines.context_attention = original
 
 
-def test_what_was_measured_is_kept(tmp_path: Path, pools) -> None:
+def test_an_interrupted_run_keeps_its_results(tmp_path: Path, pools) -> None:
     path = tmp_path / "ring.json"
-    with pytest.raises(Failed, match="cut short"):
-        pools(2)(_Cut(path))
+    with pytest.raises(Failed, match="interrupted"):
+        pools(2)(_InterruptedRun(path))
     result = json.loads(path.read_text())
     assert [setting["name"] for setting in result["settings"]] == ["24-h2-1-d16"]
     assert [row["status"] for row in result["rows"]] == ["ok"]
 
 
-class _Cut:
-    """The second setting does not come to its end."""
+class _InterruptedRun:
+    """A run that fails in its second setting."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self) -> int:
-        right = bench.measure
+        original = bench.measure
 
         def measure(setting: Setting, *rest) -> list:
             if setting.tokens == 32:
-                raise RuntimeError("cut short")
-            return right(setting, *rest)
+                raise RuntimeError("interrupted")
+            return original(setting, *rest)
 
         bench.measure = measure
         try:
             argv = "--device cpu --tokens 24 32 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only ring-zigzag-p2p"
             return bench.main([*argv.split(), "--json", str(self.path)])
         finally:
-            bench.measure = right
+            bench.measure = original
 
 
-def test_alone_costs_as_much_as_a_rank_s_share() -> None:
+def test_one_rank_alone_costs_as_much_as_a_share() -> None:
     for tokens in (2048, 8192, 131072):
         for ranks in (2, 4, 8):
             setting = Setting(tokens, 16, 4, 128)
-            share = setting.alone(ranks).flops() / (setting.whole(ranks).flops() / ranks)
+            share = setting.single_rank_shape(ranks).flops() / (setting.global_shape(ranks).flops() / ranks)
             assert 0.85 < share <= 1
     window = Setting(8192, 16, 4, 128, window=1024)
-    assert window.alone(4).flops() == pytest.approx(window.whole(4).flops() / 4, rel=0.07)
+    assert window.single_rank_shape(4).flops() == pytest.approx(window.global_shape(4).flops() / 4, rel=0.07)
     assert window.name == "8k-h16-4-d128-window1024"
 
 
 @pytest.mark.parametrize(
-    "name, inside, outside",
+    "name, in_ring, elsewhere",
     [
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", True, True),
         ("Memcpy PtoP (Device -> Device)", True, True),
@@ -169,27 +169,27 @@ def test_alone_costs_as_much_as_a_rank_s_share() -> None:
         ("_backward_kernel", False, False),
     ],
 )
-def test_names_of_transfers(name: str, inside: bool, outside: bool) -> None:
-    assert (is_transfer(name, in_ring=True), is_transfer(name, in_ring=False)) == (inside, outside)
+def test_names_of_transfers(name: str, in_ring: bool, elsewhere: bool) -> None:
+    assert (is_transfer(name, in_ring=True), is_transfer(name, in_ring=False)) == (in_ring, elsewhere)
 
 
-def test_a_trace_shows_compute_and_transfers(tmp_path: Path, pools) -> None:
+def test_the_timeline_has_compute_and_transfers(tmp_path: Path, pools) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "ring.png"
-    (all_counts, _), _ = pools(2)(jobs.traced, str(path), Setting(256, 2, 1, 32), "ring-zigzag-p2p")
+    (all_counts, _), _ = pools(2)(jobs.trace_ring, str(path), Setting(256, 2, 1, 32), "ring-zigzag-p2p")
     for counts in all_counts:
-        assert counts["compute"] > 10 and counts["transfer"] >= 3  # forward, backward, and gradients home
+        assert counts["compute"] > 10 and counts["transfer"] >= 3  # K/V of the forward, K/V of the backward, gradients
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     "argv, remedy",
     [
-        (["--only", "telepathy"], "there are alone, ring-contiguous-auto"),
+        (["--only", "telepathy"], "the candidates are alone, ring-contiguous-auto"),
         (["--tokens", "many"], "8192 or 8k"),
         (["--heads", "16"], "16/4"),
         (["--rounds", "0"], "at least 1"),
-        (["--json", "no/such/folder/x.json"], "make it first"),
+        (["--json", "no/such/folder/x.json"], "make it first, or pass another path with --json"),
         (["--trace", "ring.png", "--save"], "without --trace"),
         (["--cycles"], "leave it out here"),
         ([], "torchrun"),

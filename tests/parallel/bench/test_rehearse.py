@@ -1,4 +1,4 @@
-"""A ring's rehearsal on one device: it gives the kernels what a ring would, and says how long that takes."""
+"""The rehearsal of a ring on one device: its kernels get the blocks of a real ring, and every rank is timed."""
 
 import json
 from pathlib import Path
@@ -21,15 +21,15 @@ TINY = [
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, list[int]] = {"block_forward": [], "block_backward": []}
+def test_kernels_get_the_blocks_of_a_ring(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_keys: dict[str, list[int]] = {"block_forward": [], "block_backward": []}
 
-    def record(name: str, keys: int) -> None:
+    def record(name: str, k_index: int) -> None:
         run = getattr(ring, name)
 
         def recorded(*args: Any, **options: Any) -> Any:
-            assert args[keys].isfinite().all()
-            given[name].append(args[keys].shape[1])
+            assert args[k_index].isfinite().all()
+            num_keys[name].append(args[k_index].shape[1])
             return run(*args, **options)
 
         monkeypatch.setattr(ring, name, recorded)
@@ -38,42 +38,43 @@ def test_kernels_are_given_what_a_ring_gives_them(rank: int, monkeypatch: pytest
     record("block_backward", 2)
     layout, mask = Layout("zigzag", 192, 4), Mask(causal=True)
     shard = rehearse.tensors(Setting(48, 4, 2, 16), 48, torch.device("cpu"), torch.float32)
-    ways = rehearse.passes(shard, layout, mask, rank, "chunked")
-    for name, way, backward in zip(given, ways, (False, True), strict=True):
-        given[name].clear()
-        way()
+    passes = rehearse.make_passes(shard, layout, mask, rank, "chunked")
+    for name, call, backward in zip(num_keys, passes, (False, True), strict=True):
+        num_keys[name].clear()
+        call()
         steps = make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, 1, 2, backward)).steps
-        # half of the own block, here of its heads, comes last
-        own = [48] if not backward else [48, 48]
-        assert sorted(given[name]) == sorted([*own, *(step.num_keys for step in steps[1:])])
+        # the backward splits the local block into two halves, here of its heads
+        local = [48] if not backward else [48, 48]
+        assert sorted(num_keys[name]) == sorted([*local, *(step.num_keys for step in steps[1:])])
 
 
-def test_a_line_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_a_line_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rehearsal.json"
     assert rehearse.main([*TINY, "--ranks", "3", "--heads", "4/2", "4/4", "--json", str(path), "--link", "250"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("48-h4-2-d16", "alone", "rank 0", "rank 1", "rank 2")) and "rank 3" not in shown
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("48-h4-2-d16", "alone", "rank 0", "rank 1", "rank 2")) and "rank 3" not in table
     result = json.loads(path.read_text())
     rows = result["rows"]
     assert [row["rank"] for row in rows] == [None, 0, 1, 2] * 2 and rows[0]["both_share"] == rows[4]["both_share"] == 1
-    assert result["command"].endswith("--heads 4/2 4/4 --link 250") and result["link"] == 250
+    assert result["command"].startswith("ringspan bench rehearse --tokens 48") and result["link"] == 250
+    assert result["command"].endswith("--heads 4/2 4/4 --link 250")  # without the output path
     assert {row["setting"] for row in rows} == {"48-h4-2-d16", "48-h4-4-d16"}
     assert all(row["both_share"] > 0 and row["both_tflops"] > 0 for row in rows)
 
 
 def test_compiling_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first call of each, which may compile, comes before all turns."""
+    """The first call of each pass, which may compile, precedes all timed calls."""
     calls: list[str] = []
     for name in ("ring_forward", "ring_backward"):
         run = getattr(rehearse, name)
         monkeypatch.setattr(rehearse, name, lambda *a, name=name, run=run, **o: (calls.append(name), run(*a, **o))[1])
-    monkeypatch.setattr(rehearse, "spans", lambda way, device, times: (calls.append("timed"), [1.0])[1])
+    monkeypatch.setattr(rehearse, "call_times", lambda call, device, times: (calls.append("timed"), [1.0])[1])
     rehearse.main([*TINY, "--rank", "0"])
     assert calls[:4] == ["ring_forward", "ring_backward"] * 2 and set(calls[4:]) == {"timed"}
 
 
 @pytest.mark.parametrize(
-    "given, word",
+    "options, reason",
     [
         ("--ranks 1", "at least 2"),
         ("--rank 4", "0 … 3"),
@@ -83,10 +84,10 @@ def test_compiling_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--window 0", "window"),
         ("--tokens 0", "at least 1"),
         ("--cycles", "cycles"),
-        ("--json /nowhere/found.json", "no folder"),
+        ("--json /missing/rehearsal.json", "no folder"),
     ],
 )
-def test_what_cannot_be_rehearsed(given: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_rejected(options: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        rehearse.main([*TINY, *given.split()])
-    assert word in capsys.readouterr().err
+        rehearse.main([*TINY, *options.split()])
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""`ringspan launch`: it starts ranks, forwards signals, names a killed rank, runs sweeps and reports errors once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringspan import ROOT
+from ringspan.launch.__main__ import workers
+from tests.trainer.jobs import TOY
+
+COMMAND = [sys.executable, "-m", "ringspan", "launch"]  # the console script `ringspan` runs this module
+MODULE = [sys.executable, "-m", "ringspan.launch"]
+
+
+@pytest.mark.parametrize("launch", [COMMAND, MODULE], ids=["command", "module"])
+@pytest.mark.parametrize(
+    ("option", "reason"), [("model.heads=3", "model.heads"), ("--ranks", "--ranks=2"), ("--ranks=0", "at least 1")]
+)
+def test_errors_name_the_command(launch: list[str], option: str, reason: str) -> None:
+    done = subprocess.run([*launch, option], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("ringspan launch: "), done.stderr
+    assert reason in done.stderr and "`ringspan launch --help` lists every option." in done.stderr
+
+
+@pytest.mark.parametrize("launch", [COMMAND, MODULE], ids=["command", "module"])
+def test_help_names_the_command(launch: list[str]) -> None:
+    done = subprocess.run([*launch, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "ringspan launch [--ranks=N] [--multirun] [key=value …]" in done.stdout, done.stderr
+
+
+def test_a_sweep_trains_every_job(tmp_path: Path) -> None:
+    options = ["--ranks=2", "--multirun", *TOY, f"runs={tmp_path}", "steps=2", "seed=0,1", "name=run"]
+    done = subprocess.run([*COMMAND, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "[2 of 2]" in done.stdout
+    head, *table = done.stdout.splitlines()[-4:-1]
+    assert head.split() == ["held", "out", "loss", "tokens/s", "step"]
+    assert {line.split()[3] for line in table} == {"2"}  # steps
+    assert sorted(line[line.index("seed=") :].split()[0] for line in table) == ["seed=0", "seed=1"]
+    losses = [float(line.split()[0].replace("–", "inf")) for line in table]
+    assert losses == sorted(losses)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/finished.json")) == ["run-1", "run-2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("bad.jsonl", "bad.jsonl:2 is no JSON object"), ("/proc/self/mem", "/proc/self/mem cannot be read: Input/output error")],
+)
+def test_unreadable_data_is_one_message_and_exit_code_2(tmp_path: Path, file: str, message: str) -> None:
+    """The ranks find the error, long after the launcher has checked the config."""
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
+    data = ["data=text", f"data.sources.text.paths=[{tmp_path / file}]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
+    command = [*MODULE, "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr and "rank" not in done.stderr
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    command = [*COMMAND, "--ranks=2", *TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    next(text for text in launcher.stdout if text.startswith("step"))
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(workers(int(children[0]))[1], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGKILL and "was ended by SIGKILL" in errors
+    assert "the same `ringspan launch` command resumes" in errors
+    assert "ChildFailedError" not in errors
+
+
+def test_ranks_save_and_exit_on_a_signal(tmp_path: Path) -> None:
+    command = [*MODULE, "--ranks=2", *TOY, f"runs={tmp_path}", "name=run", "steps=500"]
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    for text in launcher.stdout:
+        if text.startswith("step   3/500"):
+            launcher.send_signal(signal.SIGINT)  # Ctrl-C
+            break
+    launcher.communicate(timeout=120)
+    assert launcher.returncode == 0
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_signal_before_the_ranks_start_ends_the_launch(tmp_path: Path) -> None:
+    command = [*MODULE, "--ranks=1", *TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    launcher = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    while not children.read_text():  # torchrun
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=60) != 0
+    assert not list(tmp_path.glob("*/finished.json"))
