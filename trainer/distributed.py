@@ -1,7 +1,7 @@
-"""This process among the others: its device, its place in the mesh, and small messages between all ranks.
+"""torch.distributed of a run: process group, device, mesh, and small control messages between all ranks.
 
-Small messages (names, problems, stop flags) go over a gloo group of their own, so that they need no GPU and cannot stand
-behind a collective of the training. Alone, everything works without torchrun.
+Control messages (names, errors, stop flags) use a gloo group of their own. They need no GPU, and they never queue after a
+collective of the training. A single process works without torchrun.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 from torch import Tensor
 
 from ringspan.parallel.mesh import Mesh
@@ -21,6 +22,15 @@ from ringspan.trainer.config.validate import mesh_of
 
 
 class DistributedContext:
+    """Rank, device and mesh of this process, and its control messages.
+
+    Args:
+        config: a valid config; `parallel` and `debug.deterministic` are read.
+
+    Raises:
+        ValueError: this rank has no device.
+    """
+
     def __init__(self, config: Config) -> None:
         for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
             os.environ.setdefault(name, value)
@@ -34,79 +44,87 @@ class DistributedContext:
             set_deterministic()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # else what ZeRO moves stands behind a backward's large kernels until they have given out all their programs
+            # Otherwise ZeRO's transfers wait until a large backward kernel has started its last thread block.
             os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        self.owner = not dist.is_initialized()  # several runs in one process share the groups, which DeepSpeed remembers
-        if self.owner and self.device.type == "cuda":
+        # Several runs in one process share the default group, because DeepSpeed remembers it.
+        self.owns_group = not dist.is_initialized()
+        if self.owns_group and self.device.type == "cuda":
             dist.init_process_group("nccl", timeout=self.timeout, device_id=self.device)
-        elif self.owner:
+        elif self.owns_group:
             dist.init_process_group("gloo", timeout=self.timeout)
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
         data, ring, ulysses = mesh_of(config, self.world)
         self.mesh = Mesh(data, ring, ulysses, timeout=self.timeout)
 
-    def first(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on all ranks."""
-        box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value, group=self.control)
-        return box
+        """Return the values of all ranks, on all ranks."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
-    def alike(self, make: Callable[[], Any]) -> Any:
-        """What every rank makes by itself; a ValueError, or a file's error, is told to all, so that it is said once."""
-        made, problem = None, ""
+    def call_on_all_ranks(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on every rank and return this rank's result.
+
+        Raises:
+            ConfigError: on all ranks, if any rank's call raised ValueError or OSError; the text names the ranks if they differ.
+        """
+        result, problem = None, ""
         try:
-            made = make()
+            result = function()
         except (OSError, ValueError) as error:
             problem = str(error) or repr(error)
-        told = self.gather(problem)
-        if len(set(told)) > 1:
-            told = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-        if any(told):
-            raise ConfigError("\n".join(dict.fromkeys(told)))
-        return made
+        problems = self.gather(problem)
+        if len(set(problems)) > 1:
+            problems = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if any(problems):
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
+        return result
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on some rank."""
-        found = torch.tensor([int(flag)])
-        dist.all_reduce(found, group=self.control)
-        return bool(found.item())
+        """Return whether the flag is true on some rank."""
+        value = torch.tensor([int(flag)])
+        dist.all_reduce(value, group=self.control)
+        return bool(value.item())
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
     def sum(self, values: Tensor) -> Tensor:
+        """All-reduce `values` in place over the default group."""
         dist.all_reduce(values)
         return values
 
     def close(self) -> None:
-        if self.owner:
+        if self.owns_group:
             dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of a rank; `name` is the option parallel.device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("parallel.device=cuda: torch finds no GPU; take cpu, or a torch that is built for this GPU")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"rank {local_rank} of this machine has no GPU of its own, for there are {torch.cuda.device_count()}: "
-            "start fewer ranks (--nproc-per-node), or parallel.device=cpu"
+            f"rank {local_rank} of this machine has no GPU of its own, because there are {torch.cuda.device_count()}: "
+            "start fewer ranks (--nproc-per-node), or take parallel.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
 def set_deterministic() -> None:
-    """Bit-equal reruns; before the first CUDA call."""
+    """Make reruns bit-equal. Must precede the first CUDA call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    # The code reads no memory that it has not written, so that filling it would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
     torch.backends.cudnn.benchmark = False
 
 

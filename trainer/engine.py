@@ -1,23 +1,13 @@
-"""DeepSpeed, and all its quirks in this one file. The loop knows four calls:
+"""The DeepSpeed engine. This file holds all DeepSpeed specifics; the loop uses four calls:
 
-    loss_sum, num_valid = engine(batch)           a micro-batch's forward
-    engine.backward(loss_sum, num_labels)         its gradient, divided by the labels of all ranks and micro-batches
-    norm, applied = engine.step(fraction)         clip, and step unless a gradient is not finite
-    engine.read(name), engine.load_moments(…)     a weight with its moments, whole, for checkpoints; and back again
+    loss_sum, num_valid, … = engine(batch)        forward of a micro-batch
+    engine.backward(loss_sum, num_labels)         gradient, divided by the labels of all ranks and micro-batches
+    norm, applied = engine.step(fraction)         clip, then step unless a gradient is not finite
+    engine.read(name), engine.load_moments(…)     a full weight with its moments, for checkpoints
 
-What was found out, and is used here:
-- DeepSpeed is told nothing of rings: every rank is a data-parallel one to it. Its gradients are means over the ranks, so
-  local_sum · world / labels is exact for ZeRO 0 to 3, any split, accumulation and uneven masks. Its own sequence-parallel
-  ways are wrong by a factor at some stage.
-- Sums of gradients travel and gather in fp32 only if both dtypes are set; clipping is 1.0 unless set.
-- Its first start on a CPU compiles a shared-memory op for over a minute; without the op gloo does that work.
-- It makes process groups of its own without our timeout.
-- Muon's steps take the place of its gradients before the norm is taken and clipped (bf16's ZeRO 1 aside): clipped to a norm of
-  1, a step would be as many times too short as the model is large. So there is no clipping with Muon, and `norm` is of steps.
-- In fp32, ZeRO 0 steps on gradients that are not finite; the other stages skip the step.
-- In bf16, ZeRO 1 has an optimizer of its own, with fp32 sums of all gradients. Unless told to add each one when it comes
-  (immediate_grad_update), it keeps them all in bf16 too until the backward is over.
-- ZeRO 0 has no fp32 master weights beside bf16 ones: there the weights are fp32 and autocast makes the products bf16.
+Every rank is a data-parallel rank for DeepSpeed. Its gradients are means over the ranks, so that local_sum · world / labels
+is exact for ZeRO 0 to 3, any split, accumulation and uneven masks. (DeepSpeed's own sequence parallelism is wrong by a factor
+at some stage.) The comments below name the other DeepSpeed behaviours that this code relies on.
 """
 
 import contextlib
@@ -38,78 +28,109 @@ from torch import Tensor, nn
 
 from ringspan.trainer import optim
 from ringspan.trainer.config.schema import Config
-from ringspan.trainer.config.validate import multiplies_bf16
+from ringspan.trainer.config.validate import uses_bf16
 
-Values = Callable[[str, str, int, int], Tensor]  # (a weight's name, "weight" or a moment, start, stop) → that part, flat
+Values = Callable[[str, str, int, int], Tensor]  # (weight name, "weight" or a moment, start, stop) → elements start … stop - 1
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 
 
 def prepare(device: torch.device) -> None:
-    """Before deepspeed is imported for the first time."""
+    """Import deepspeed with quiet logging and without its shared-memory op for CPUs."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     warnings.filterwarnings("ignore", module="deepspeed")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it calls what torch 2.13 renames
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # deprecated in torch 2.13
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if device.type == "cpu":
+    if device.type == "cpu":  # compiling the op takes over a minute; without it gloo communicates
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Engine:
+    """A model, its optimizer and its ZeRO stage.
+
+    Args:
+        config: the run's config.
+        build: makes the model; ZeRO 3 shards each weight as it is made.
+        values: initial weights, from a seed or a checkpoint. Each rank reads only the elements that it owns.
+        device: this rank's device.
+        accumulation: micro-batches per step.
+    """
+
     def __init__(
         self, config: Config, build: Callable[[], nn.Module], values: Values, device: torch.device, accumulation: int
     ) -> None:
         prepare(device)
         import deepspeed
 
-        gc.freeze()  # what stands by now, imports above all: else a rank would look through it at times, while the others wait
+        gc.freeze()  # a collection would scan all imported objects on one rank while the other ranks wait
         self.zero, self.kind = config.engine.zero, config.optim.kind
         self.device, self.accumulation, self.clip = device, accumulation, config.optim.clip
         self.world = dist.get_world_size()
         self.on_cpu = config.engine.offload_optimizer
-        bf16 = multiplies_bf16(config, device.type == "cuda")
+        bf16 = uses_bf16(config, device.type == "cuda")
         self.autocast = bf16 and self.zero == 0
         settings = _settings(config, bf16 and self.zero > 0, accumulation)
-        with _built(deepspeed, settings):
+        with _sharded_init(deepspeed, settings):
             module = build()
         if self.zero < 3:
             module = module.to(device, torch.bfloat16 if bf16 and self.zero else torch.float32)
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         with torch.no_grad():
             for name, weight in named:
-                self._fill(weight, partial(values, name, "weight"))
-        optimizer = optim.build(named, config)
-        with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print their memory
+                self._initialize(weight, partial(values, name, "weight"))
+        optimizer = optim.build_optimizer(named, config)
+        with contextlib.redirect_stdout(io.StringIO()):  # some DeepSpeed optimizers print their memory use
             self.ds, self.optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         self.module, self.named = module, named
         set_timeouts(config.parallel.timeout)
-        if bf16 and self.zero:  # the masters were made from rounded weights
+        if bf16 and self.zero:  # DeepSpeed made the fp32 master weights from rounded ones
             for name, weight in named:
                 self._set(weight, None, partial(values, name, "weight"))
         self._linked = False
-        self.backwards = 0  # since the last step
-        self.applied = 0  # steps that moved the weights: what AdamW's bias correction counts
+        self.num_backwards = 0  # since the last step
+        self.applied = 0  # steps that changed the weights; AdamW's bias correction counts them
 
     def __call__(self, *batch: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Run the model's forward."""
         with self.precision():
             return self.ds(*batch, **options)
 
     def precision(self) -> torch.autocast:
+        """Return the autocast context of a forward.
+
+        DeepSpeed's ZeRO 0 has no fp32 master weights next to bf16 ones. There the weights are fp32, and autocast runs
+        matmuls in bf16.
+        """
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def backward(self, loss_sum: Tensor, num_labels: float) -> None:
-        self.backwards += 1
-        self.ds.set_gradient_accumulation_boundary(self.backwards == self.accumulation)
+        """Accumulate the gradient of loss_sum / num_labels.
+
+        Args:
+            loss_sum: scalar, this rank's sum over its labels.
+            num_labels: labels of all ranks and micro-batches of the step.
+        """
+        self.num_backwards += 1
+        self.ds.set_gradient_accumulation_boundary(self.num_backwards == self.accumulation)
         with self._uncompiled():
             self.ds.backward(loss_sum * (self.world / max(num_labels, 1)), scale_wrt_gas=False)
 
     def step(self, fraction: float) -> tuple[float, bool]:
-        """The gradient's norm before clipping, and whether the weights moved: the same on every rank."""
-        assert self.backwards == self.accumulation, "a step comes after the backward of its last micro-batch"
-        self.backwards = 0
+        """Step with the learning rates `fraction` · peak.
+
+        In fp32, DeepSpeed's ZeRO 0 steps on gradients that are not finite; the other stages skip the step, as does this
+        function for ZeRO 0.
+
+        Returns:
+            The gradient's norm before clipping, and whether the weights changed; the same on every rank. With Muon the norm is
+            the step's, because Muon replaces the gradients before the norm is computed (except in bf16's ZeRO 1). Clipping
+            would then shorten each step by a factor that grows with the model, so that there is none with Muon.
+        """
+        assert self.num_backwards == self.accumulation, "a step needs the backward of all its micro-batches"
+        self.num_backwards = 0
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * fraction
         if self.zero == 0:
@@ -124,73 +145,77 @@ class Engine:
         return norm if self.zero == 0 else float(self.ds.get_global_grad_norm()), applied
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Its Muon compiles itself, which on a CPU takes a C++ compiler and longer than it saves."""
-        plain = self.kind == "muon" and self.device.type == "cpu"
-        return torch.compiler.set_stance("force_eager") if plain else contextlib.nullcontext()
+        """DeepSpeed compiles its Muon, which on a CPU needs a C++ compiler and takes more time than it saves."""
+        eager = self.kind == "muon" and self.device.type == "cpu"
+        return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
 
     @property
     def names(self) -> list[str]:
         return [name for name, _ in self.named]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a weight, sharded or not."""
         return _shape(self._weight[name])
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """Which averages the optimizer keeps of a weight."""
+        """Return the names of the moments that the optimizer keeps of a weight."""
         return MOMENTS["muon" if getattr(self._weight[name], "use_muon", False) else "adamw"]
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """A weight in fp32 and its moments, whole. Every rank calls this with the same names in the same order."""
+        """Return a weight in fp32 ("weight") and its moments, each in full shape.
+
+        A collective: every rank calls it with the same names in the same order.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         weight = self._weight[name]
         if self.zero == 0:
             state = self.optimizer.state.get(weight, {})
-            found = {"weight": weight.detach().float()}
-            found |= {key: state[key].float() if key in state else torch.zeros_like(weight) for key in self.moments(name)}
-            return found
+            values = {"weight": weight.detach().float()}
+            values |= {key: state[key].float() if key in state else torch.zeros_like(weight) for key in self.moments(name)}
+            return values
         if self.applied:
             self._link()
-        found = {"weight": safe_get_full_fp32_param(weight)}
+        values = {"weight": safe_get_full_fp32_param(weight)}
         for key in self.moments(name):
             if not self.applied:
-                found[key] = torch.zeros_like(found["weight"])
-            elif key == "momentum_buffer" and self._whole_momentum:
-                slot, owns = self._momentum(weight)
-                found[key] = slot.float() if owns else torch.zeros_like(found["weight"]).flatten()
-                dist.all_reduce(found[key])
+                values[key] = torch.zeros_like(values["weight"])
+            elif key == "momentum_buffer" and self._keeps_full_momentum:
+                momentum, is_first = self._momentum(weight)
+                values[key] = momentum.float() if is_first else torch.zeros_like(values["weight"]).flatten()
+                dist.all_reduce(values[key])
             else:
-                found[key] = safe_get_full_optimizer_state(weight, key)
-        return {key: value.reshape(_shape(weight)) for key, value in found.items()}
+                values[key] = safe_get_full_optimizer_state(weight, key)
+        return {key: value.reshape(_shape(weight)) for key, value in values.items()}
 
     @torch.no_grad()
     def load_moments(self, values: Values, applied: int) -> None:
-        """Puts the optimizer where it was after so many steps. Each rank asks only for the parts that it owns."""
+        """Restore the optimizer's moments after `applied` steps. Each rank reads only the elements that it owns."""
         self.applied = applied
         if not applied:
             return
         base = self.optimizer if self.zero == 0 else self.optimizer.optimizer
         if self.zero == 0:
             for name, weight in self.named:
-                whole = {key: values(name, key, 0, weight.numel()).to(weight) for key in self.moments(name)}
-                base.state[weight] = {key: x.view_as(weight).clone() for key, x in whole.items()} | self._count(weight)
+                full = {key: values(name, key, 0, weight.numel()).to(weight) for key in self.moments(name)}
+                base.state[weight] = {key: x.view_as(weight).clone() for key, x in full.items()} | self._step_count(weight)
             return
-        flats = getattr(self.optimizer, "fp32_partitioned_groups_flat", None)
-        pieces = flats or [piece for group in base.param_groups for piece in group["params"]]
-        muon = {id(piece) for group in base.param_groups if group.get("use_muon") for piece in group["params"]}
-        for index, piece in enumerate(pieces):
-            if id(piece) in muon:
-                mine = self.optimizer.params_in_partition[index] if self._whole_momentum else [piece]
-                base.state[piece] = {"momentum_buffer": torch.zeros(sum(x.numel() for x in mine), device=self.device)}
+        flat_shards = getattr(self.optimizer, "fp32_partitioned_groups_flat", None)
+        shards = flat_shards or [shard for group in base.param_groups for shard in group["params"]]
+        muon = {id(shard) for group in base.param_groups if group.get("use_muon") for shard in group["params"]}
+        for index, shard in enumerate(shards):
+            if id(shard) in muon:
+                local = self.optimizer.params_in_partition[index] if self._keeps_full_momentum else [shard]
+                base.state[shard] = {"momentum_buffer": torch.zeros(sum(x.numel() for x in local), device=self.device)}
             else:
-                base.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS["adamw"]} | self._count(piece)
+                base.state[shard] = {key: torch.zeros_like(shard) for key in MOMENTS["adamw"]} | self._step_count(shard)
         self._link()
         for name, weight in self.named:
             for key in self.moments(name):
-                if key == "momentum_buffer" and self._whole_momentum:
-                    slot, _ = self._momentum(weight)
-                    if slot is not None:
-                        slot.copy_(values(name, key, 0, weight.numel()))
+                if key == "momentum_buffer" and self._keeps_full_momentum:
+                    momentum, _ = self._momentum(weight)
+                    if momentum is not None:
+                        momentum.copy_(values(name, key, 0, weight.numel()))
                 else:
                     self._set(weight, key, partial(values, name, key))
 
@@ -203,57 +228,63 @@ class Engine:
     def _weight(self) -> dict[str, nn.Parameter]:
         return dict(self.named)
 
-    def _count(self, piece: Tensor) -> dict[str, Tensor | int]:
-        """torch counts in a tensor, DeepSpeed's CPU optimizer in an int."""
-        return {"step": self.applied if self.on_cpu else torch.tensor(float(self.applied), device=piece.device)}
+    def _step_count(self, shard: Tensor) -> dict[str, Tensor | int]:
+        """torch counts steps in a tensor, DeepSpeed's CPU optimizer in an int."""
+        return {"step": self.applied if self.on_cpu else torch.tensor(float(self.applied), device=shard.device)}
 
     @property
-    def _whole_momentum(self) -> bool:
-        """ZeRO 1 and 2 keep muon's momentum of whole weights, of each that a rank owns a piece of; bf16's ZeRO 1 of pieces."""
+    def _keeps_full_momentum(self) -> bool:
+        """Whether a rank keeps Muon's momentum of every weight it owns a part of in full.
+
+        ZeRO 1 and 2 do; bf16's ZeRO 1 keeps shards.
+        """
         return self.kind == "muon" and hasattr(self.optimizer, "params_in_partition")
 
     def _momentum(self, weight: nn.Parameter) -> tuple[Any, bool]:
-        """A weight's momentum on this rank, flat, if it has it; and whether it is the first that does."""
+        """Return a weight's flat momentum on this rank or None, and whether this is the first rank that has it."""
         zero, base = self.optimizer, self.optimizer.optimizer
-        for index, mine in enumerate(zero.params_in_partition):
+        for index, local in enumerate(zero.params_in_partition):
             begin = 0
-            for other in mine:
-                if other is weight:
+            for parameter in local:
+                if parameter is weight:
                     buffer = base.state[base.param_groups[index]["params"][0]]["momentum_buffer"]
                     offset = zero.grad_start_offset[index][dist.get_rank()][zero.get_param_id(weight)]
                     return buffer[begin : begin + weight.numel()], offset == 0
-                begin += other.numel()
+                begin += parameter.numel()
         return None, False
 
     def _link(self) -> None:
-        """ZeRO 1 and 2 tie the moments to the weights after the first group's step, when the others have none yet."""
+        """Link the moments of ZeRO 1 and 2 to the weights again.
+
+        DeepSpeed links them after the first group's step, when the other groups have no moments yet.
+        """
         if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state") and not self._linked:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
             self._linked = True
 
-    def _fill(self, weight: nn.Parameter, part: Callable[[int, int], Tensor]) -> None:
-        """Before DeepSpeed has the weight: whole, or this rank's piece of it."""
+    def _initialize(self, weight: nn.Parameter, read: Callable[[int, int], Tensor]) -> None:
+        """Fill a weight, or this rank's shard of it, before DeepSpeed has it."""
         if hasattr(weight, "ds_tensor"):
-            weight.ds_tensor.copy_(_piece(weight, part))
+            weight.ds_tensor.copy_(_local_shard(weight, read))
         else:
-            weight.copy_(part(0, weight.numel()).view_as(weight))
+            weight.copy_(read(0, weight.numel()).view_as(weight))
 
     @torch.no_grad()
-    def _set(self, weight: nn.Parameter, key: str | None, part: Callable[[int, int], Tensor]) -> None:
-        """This rank's piece of the fp32 master (key None) or of a moment."""
+    def _set(self, weight: Any, key: str | None, read: Callable[[int, int], Tensor]) -> None:
+        """Write this rank's shard of the fp32 master weight (key None) or of a moment."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         if self.zero == 3:
-            piece = _piece(weight, part).to(self.device)
-            safe_set_local_fp32_param(weight, piece) if key is None else safe_set_local_optimizer_state(weight, piece, key)
+            shard = _local_shard(weight, read).to(self.device)
+            safe_set_local_fp32_param(weight, shard) if key is None else safe_set_local_optimizer_state(weight, shard, key)
         elif weight._hp_mapping is not None:
-            at = weight._hp_mapping.lp_fragment_address
-            weight._hp_mapping.get_hp_fragment(key).copy_(part(at.start, at.start + at.numel))
+            fragment = weight._hp_mapping.lp_fragment_address
+            weight._hp_mapping.get_hp_fragment(key).copy_(read(fragment.start, fragment.start + fragment.numel))
 
 
 def set_timeouts(seconds: float) -> None:
-    """On every group that is alive: DeepSpeed's own were made with the default."""
+    """Set the timeout of every process group; DeepSpeed makes its groups with the default one."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -267,7 +298,7 @@ def _settings(config: Config, bf16: bool, accumulation: int) -> dict[str, Any]:
     if engine.zero == 3:
         zero |= dict(
             stage3_prefetch_bucket_size=engine.prefetch_mb * 2**20 // (2 if bf16 else 4),
-            stage3_param_persistence_threshold=10_000,  # norms and biases stay whole
+            stage3_param_persistence_threshold=10_000,  # norms and biases are not sharded
         )
     if engine.offload_optimizer:
         zero["offload_optimizer"] = dict(device="cpu", pin_memory=True)
@@ -276,9 +307,12 @@ def _settings(config: Config, bf16: bool, accumulation: int) -> dict[str, Any]:
     return dict(
         train_micro_batch_size_per_gpu=config.data.micro_batch,
         gradient_accumulation_steps=accumulation,
-        gradient_clipping=config.optim.clip if engine.zero else 0.0,
+        gradient_clipping=config.optim.clip if engine.zero else 0.0,  # 1.0 if left out
+        # Gradients are reduced and accumulated in fp32 only if both dtypes are set.
         communication_data_type="fp32",
         data_types=dict(grad_accum_dtype="fp32"),
+        # bf16's ZeRO 1 has an optimizer of its own, with fp32 sums of all gradients. Without immediate_grad_update it also
+        # keeps all bf16 gradients until the backward ends.
         bf16=dict(enabled=bf16, immediate_grad_update=True),
         zero_optimization=zero,
         zero_allow_untested_optimizer=True,
@@ -286,20 +320,20 @@ def _settings(config: Config, bf16: bool, accumulation: int) -> dict[str, Any]:
     )
 
 
-def _built(deepspeed: Any, settings: dict[str, Any]) -> Any:
-    """ZeRO 3 shards each weight the moment it is made, so no rank ever has them all."""
+def _sharded_init(deepspeed: Any, settings: dict[str, Any]) -> Any:
+    """Under ZeRO 3 shard each weight as it is made, so that no rank ever holds them all."""
     if settings["zero_optimization"]["stage"] < 3:
         return contextlib.nullcontext()
-    return deepspeed.zero.Init(config_dict_or_path=settings)  # a dtype given here is ignored on CPUs: bf16 it would be
+    return deepspeed.zero.Init(config_dict_or_path=settings)  # on CPUs it ignores a dtype argument and takes bf16
 
 
 def _shape(weight: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
-def _piece(weight: nn.Parameter, part: Callable[[int, int], Tensor]) -> Tensor:
-    """This rank's piece of a weight under ZeRO 3; the last is filled up with zeros."""
+def _local_shard(weight: Any, read: Callable[[int, int], Tensor]) -> Tensor:
+    """Return this rank's shard of a weight under ZeRO 3; zeros fill the last one."""
     size, numel = weight.ds_tensor.numel(), weight.ds_numel
     begin = min(dist.get_rank() * size, numel)
     end = min(begin + size, numel)
-    return nn.functional.pad(part(begin, end).float(), (0, size - (end - begin)))
+    return nn.functional.pad(read(begin, end).float(), (0, size - (end - begin)))

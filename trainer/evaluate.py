@@ -1,13 +1,13 @@
-"""What a model knows of data it never saw, under the same ring that trains it.
+"""Evaluation of a model on held-out data, with the same ring that trains it.
 
-- loss by position: does a token far into its document profit from what came before? Positions restart with each document.
-- recall by distance: of questions about a fact that stands so many tokens back, how many are answered rightly. `far` are
-  those whose fact is further away than one rank's tokens, which nothing but the ring can answer (in a contiguous layout;
-  zigzag gives a rank two places).
-- passkey by depth and length of the text.
+- Loss by position: whether a token far into its document benefits from its long context. Positions restart per document.
+- Recall by distance: the share of right answers about a fact that is a given number of tokens away. `far` counts the
+  questions whose fact is further away than one rank's tokens; only the ring can answer them. This holds for a contiguous
+  layout; zigzag assigns two ranges to a rank.
+- Passkey by depth and length of the text.
 
-The windows are the same at every evaluation, for any number of ranks and for any seed of the run. Every rank runs as many
-forwards as the others and takes part in one reduction at the end; the numbers are then the same on all.
+The windows are the same at every evaluation, for any number of ranks and for any seed of the run. Every rank runs the same
+number of forwards and takes part in one all-reduce at the end, after which all ranks have the same numbers.
 """
 
 import itertools
@@ -25,19 +25,19 @@ from ringspan.trainer.data.dataset import NO_LABEL, Dataset, Synthetic
 from ringspan.trainer.data.synthetic_tasks import Recall
 
 WIDTH = 40  # characters of the longest bar
-FEW = 10  # answers whose share says little
+FEW = 10  # below this number of answers a share is marked as uncertain
 DISTANCES, DEPTHS = 8, 4  # bins of recall's distance and of passkey's depth
 
 
 @dataclass
 class Table:
-    """Means over bins, to be drawn as bars. Bins that nothing fell into are left out."""
+    """Means over bins, printed as bars. Empty bins are left out."""
 
     title: str
     labels: list[str]
     means: list[float]
     counts: list[int]
-    chance: float | None = None  # of accuracies
+    chance: float | None = None  # accuracy of guessing; None if the means are losses
 
     def text(self) -> str:
         top = max([*self.means, 1e-9]) if self.chance is None else 1.0
@@ -45,78 +45,96 @@ class Table:
         lines = [f"{self.title} (chance {self.chance:.1%})" if self.chance else self.title]
         for label, mean, count in zip(self.labels, self.means, self.counts, strict=True):
             value = f"{mean:.3f}" if self.chance is None else f"{mean:4.0%}"
-            few = f"  of only {count}" if self.chance is not None and count < FEW else ""
-            lines.append(f"  {label:>{width}}  {value}  {bar(mean / top)}{few}")
+            warning = f"  of only {count}" if self.chance is not None and count < FEW else ""
+            lines.append(f"  {label:>{width}}  {value}  {bar(mean / top)}{warning}")
         return "\n".join(lines)
 
 
 @dataclass
 class Report:
+    """Result of an evaluation."""
+
     loss: float  # per label, over all sources that have text
     sources: dict[str, float]
     tables: list[Table] = field(default_factory=list)
-    far: dict[str, float] = field(default_factory=dict)  # recall sources: share right beyond one rank's tokens
+    far: dict[str, float] = field(default_factory=dict)  # recall sources: share of right answers beyond one rank's tokens
     chance: dict[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
         parts = [table.text() for table in self.tables if table.labels]
         parts += [
-            f"{name}: {right:.0%} right of what is further away than one rank's tokens; chance is {self.chance[name]:.1%}"
+            f"{name}: {right:.0%} right if the fact is further away than one rank's tokens; chance is {self.chance[name]:.1%}"
             for name, right in self.far.items()
         ]
         return "\n\n".join(parts)
 
     def metrics(self) -> dict[str, float]:
-        """Flat, for curves."""
-        found = {"loss": self.loss} | {f"loss/{name}": loss for name, loss in self.sources.items()}
-        found |= {f"far/{name}": right for name, right in self.far.items()}
+        """Return all numbers under flat names, for metrics.jsonl."""
+        values = {"loss": self.loss} | {f"loss/{name}": loss for name, loss in self.sources.items()}
+        values |= {f"far/{name}": right for name, right in self.far.items()}
         for table in self.tables:
-            found |= {f"{table.title}/{label}": mean for label, mean in zip(table.labels, table.means, strict=True)}
-        return found
+            values |= {f"{table.title}/{label}": mean for label, mean in zip(table.labels, table.means, strict=True)}
+        return values
 
 
 def evaluate(
-    forward: Callable[..., tuple[Tensor, ...]],  # the model's; under the ring all its ranks call together
-    data: Dataset,  # the held-out part
+    forward: Callable[..., tuple[Tensor, ...]],
+    data: Dataset,
     config: Config,
-    at: Tensor,  # the positions that this rank owns
+    positions: Tensor,
     device: torch.device,
     data_rank: int = 0,
     data_size: int = 1,
-    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,  # the sum over all ranks
-    before_each: Callable[[int], Any] = lambda number: None,  # the watchdog wants to know
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+    on_batch: Callable[[int], Any] = lambda number: None,
 ) -> Report:
+    """Evaluate a model on held-out windows.
+
+    Args:
+        forward: the model's forward; all ranks of a ring call it together.
+        data: the held-out part.
+        config: `data` and `evaluate` are read.
+        positions: int64 (n,), positions of a window that this rank owns.
+        device: device of the forward.
+        data_rank: this rank's index along the data axis.
+        data_size: ranks along the data axis.
+        reduce: returns the sum of a tensor over all ranks.
+        on_batch: called with the number of each micro-batch before its forward.
+
+    Returns:
+        The report, equal on all ranks.
+    """
     per_source = max(1, config.evaluate.batches * config.data.batch // len(data.names))
-    places = [(source, number) for number in range(per_source) for source in range(len(data.names))]
-    answers = {place: task.answers(place[1]) for place in places if isinstance(task := data.sources[place[0]], Synthetic)}
-    begins = dict(zip(answers, np.cumsum([0, *(len(found.at) for found in answers.values())]), strict=False))
+    windows = [(source, number) for number in range(per_source) for source in range(len(data.names))]
+    answers = {window: task.answers(window[1]) for window in windows if isinstance(task := data.sources[window[0]], Synthetic)}
+    begins = dict(zip(answers, np.cumsum([0, *(len(answer.positions) for answer in answers.values())]), strict=False))
     edges = position_edges(data.length, config.evaluate.bins)
     by_position = np.zeros((len(data.names), len(edges), 2))  # loss and labels
-    missed = np.zeros(sum(len(found.at) for found in answers.values()))
-    local = np.full(data.length, -1)  # where a position of the window is on this rank
-    owned = at.cpu().numpy()
+    wrong = np.zeros(sum(len(answer.positions) for answer in answers.values()))  # wrong tokens of each answer
+    local = np.full(data.length, -1)  # index on this rank of each position of the window
+    owned = positions.cpu().numpy()
     local[owned[owned < data.length]] = np.flatnonzero(owned < data.length)
 
-    for number, chunk in enumerate(_shares(places, config.data.micro_batch, data_rank, data_size)):
-        before_each(number)
-        batch = data.windows([place or (0, 0) for place in chunk], at)
-        batch.labels[[place is None for place in chunk]] = NO_LABEL
+    for number, chunk in enumerate(_micro_batches(windows, config.data.micro_batch, data_rank, data_size)):
+        on_batch(number)
+        batch = data.windows([window or (0, 0) for window in chunk], positions)
+        batch.labels[[window is None for window in chunk]] = NO_LABEL
         with torch.no_grad():
             _, _, each, right = forward(*batch.to(device).inputs, each=True)
         losses, hits = each.double().cpu().numpy(), right.cpu().numpy()
-        for row, place in enumerate(chunk):
-            if place is None:
+        for row, window in enumerate(chunk):
+            if window is None:
                 continue
             valid = batch.labels[row].numpy() != NO_LABEL
             bins = np.searchsorted(edges, batch.positions[row].numpy()[valid], side="right") - 1
-            by_position[place[0], :, 0] += np.bincount(bins, losses[row][valid], len(edges))
-            by_position[place[0], :, 1] += np.bincount(bins, minlength=len(edges))
-            if place in answers:
-                where = local[answers[place].at]
-                begin = begins[place]
-                missed[begin : begin + len(where)] += ((where >= 0) & ~hits[row][where]).sum(1)
+            by_position[window[0], :, 0] += np.bincount(bins, losses[row][valid], len(edges))
+            by_position[window[0], :, 1] += np.bincount(bins, minlength=len(edges))
+            if window in answers:
+                indices = local[answers[window].positions]
+                begin = begins[window]
+                wrong[begin : begin + len(indices)] += ((indices >= 0) & ~hits[row][indices]).sum(1)
 
-    sums = reduce(torch.from_numpy(np.concatenate([by_position.ravel(), missed])).to(device)).cpu().numpy()
+    sums = reduce(torch.from_numpy(np.concatenate([by_position.ravel(), wrong])).to(device)).cpu().numpy()
     by_position = sums[: by_position.size].reshape(by_position.shape)
     return _report(data, by_position, edges, answers, sums[by_position.size :] == 0, len(owned))
 
@@ -124,6 +142,7 @@ def evaluate(
 def _report(
     data: Dataset, by_position: np.ndarray, edges: np.ndarray, answers: dict, right: np.ndarray, rank_length: int
 ) -> Report:
+    """Build the report from sums over all ranks; `right` has a flag per answer, `rank_length` the tokens of one rank."""
     totals = by_position.sum(1)
     text = [i for i, source in enumerate(data.sources) if not isinstance(source, Synthetic)]
     counted = totals[text].sum(0) if text else totals.sum(0)
@@ -134,11 +153,11 @@ def _report(
             labels = [_span(lo, hi) for lo, hi in zip(edges, [*edges[1:], data.length], strict=True)]
             report.tables.append(_table(f"{name}: loss by position", labels, *by_position[index].T))
             continue
-        found = [answers[place] for place in answers if place[0] == index]
-        offsets = np.cumsum([0, *(len(a.at) for a in answers.values())])
-        ok = np.concatenate([right[offsets[i] :][: len(answers[p].at)] for i, p in enumerate(answers) if p[0] == index])
+        own_answers = [answers[window] for window in answers if window[0] == index]
+        offsets = np.cumsum([0, *(len(answer.positions) for answer in answers.values())])
+        ok = np.concatenate([right[offsets[i] :][: len(answers[w].positions)] for i, w in enumerate(answers) if w[0] == index])
         distance, length, depth = (
-            np.concatenate([getattr(a, what) for a in found]) for what in ("distance", "length", "depth")
+            np.concatenate([getattr(answer, field) for answer in own_answers]) for field in ("distance", "length", "depth")
         )
         if isinstance(source.task, Recall):
             report.chance[name] = 1 / source.task.num_values
@@ -165,20 +184,21 @@ def _table(title: str, labels: list[str], sums: np.ndarray, counts: np.ndarray, 
     return Table(title, [label for label, _, _ in rows], [mean for _, mean, _ in rows], [n for _, _, n in rows], chance)
 
 
-def _shares(places: list, micro_batch: int, data_rank: int, data_size: int) -> Iterator[list]:
-    """This data rank's windows, micro-batch by micro-batch; the last is filled up with None, so that all have as many."""
+def _micro_batches(windows: list, micro_batch: int, data_rank: int, data_size: int) -> Iterator[list]:
+    """Yield this data rank's micro-batches; None fills the last ones, so that all ranks have the same number."""
     step = micro_batch * data_size
-    padded = places + [None] * (-len(places) % step)
+    padded = windows + [None] * (-len(windows) % step)
     for first in range(data_rank * micro_batch, len(padded), step):
         yield padded[first : first + micro_batch]
 
 
 def position_edges(length: int, bins: int) -> np.ndarray:
-    """Where bins begin: each is so many times longer than the one before, because what changes does so near the start."""
+    """Return the first position of each bin; bins grow geometrically, because the loss changes most near the start."""
     return np.unique([0, *(int(length ** (i / bins)) for i in range(1, bins))])
 
 
 def bar(share: float) -> str:
+    """Draw a share between 0 and 1 as a bar of at most WIDTH characters."""
     eighths = round(max(0.0, min(1.0, share)) * WIDTH * 8)
     return "█" * (eighths // 8) + ("" if eighths % 8 == 0 else " ▏▎▍▌▋▊▉"[eighths % 8])
 
@@ -192,10 +212,10 @@ def _short(num: int) -> str:
 
 
 def main() -> None:
-    """There is no such command: only a run has the ring and the held-out data."""
+    """Explain that evaluation is part of a run, which has the ring and the held-out data."""
     print(
-        "python -m ringspan.trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To see it again, give "
-        "the command of a run that has a name once more: ringspan launch name=… reports, and trains no further.",
+        "python -m ringspan.trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To print the "
+        "report again, repeat the command of a finished run that has a name: ringspan launch name=… only reports.",
         file=sys.stderr,
     )
     raise SystemExit(2)

@@ -1,10 +1,10 @@
-"""Text from a model, token by token, on one rank and with a cache of keys and values.
+"""Text generation from a checkpoint, one token at a time, on one rank, with a paged KV cache.
 
     ringspan generate checkpoint=runs/my-run prompt="def main("
     ringspan generate checkpoint=runs/my-run prompt_file=book.txt tokens=500 samples=4
 
-The prompt runs once, however many texts go on from it, and some thousand tokens at a time, so that a long one needs no more
-memory than its keys and values. Every further token is a call for all texts that are not at their end.
+The prompt is processed once for all samples, in chunks of PROMPT_TOKENS tokens, so that a long prompt needs little memory
+beyond its keys and values. Each further model call adds one token to every text that has not ended.
 """
 
 import sys
@@ -17,22 +17,23 @@ from torch import Tensor
 
 from ringspan.trainer.checkpoint import load_model
 from ringspan.trainer.config import compose
-from ringspan.trainer.config.schema import USUAL_TOKENS, Generate, Model
+from ringspan.trainer.config.schema import DEFAULT_TOKENS, Generate, Model
 from ringspan.trainer.kv_cache import PAGE, Cache, Pages, Text
 from ringspan.trainer.model import GPT
 
-PROMPT_TOKENS = 2**14  # that run at a time
+PROGRAM = "ringspan generate"
+PROMPT_TOKENS = 2**14  # of a prompt per model call
 
 
 def generate(
-    model: GPT, prompt: Sequence[int], num_tokens: int, *, each: Callable[[int], None] = lambda token: None, **how: Any
+    model: GPT, prompt: Sequence[int], num_tokens: int, *, each: Callable[[int], None] = lambda token: None, **options: Any
 ) -> list[int]:
-    """How the prompt goes on: one text of `write`."""
-    return write(model, prompt, num_tokens, each=lambda text, token: each(token), **how)[0]
+    """Return one continuation of the prompt; arguments as in `generate_texts`."""
+    return generate_texts(model, prompt, num_tokens, each=lambda text, token: each(token), **options)[0]
 
 
 @torch.inference_mode()
-def write(
+def generate_texts(
     model: GPT,
     prompt: Sequence[int],
     num_tokens: int,
@@ -45,23 +46,37 @@ def write(
     size: int | None = None,
     each: Callable[[int, int], None] = lambda text, token: None,
 ) -> list[list[int]]:
-    """How the prompt goes on, in so many texts, each up to a token of `stop` (which is left out). A text's tokens follow from
-    its seed: the first has `seed`, the next `seed` + 1.
+    """Return `samples` continuations of a prompt, without the prompt.
 
-    Only ids below `size` are drawn: a vocabulary is rounded up, and nothing ever trained its last rows. `each` is told of
-    every token as it comes. Under ZeRO 3 all ranks call this together: each layer's weights are gathered for all.
+    Under ZeRO 3 all ranks call this together, because each layer's weights are gathered for all of them.
+
+    Args:
+        model: the model.
+        prompt: at least one token id.
+        num_tokens: tokens to add to each text, at most.
+        samples: number of texts. Text i depends on the seed `seed` + i alone.
+        temperature: 0 takes the most likely token.
+        top_k: draw from the `top_k` most likely tokens; 0 means all.
+        top_p: draw from the fewest most likely tokens that reach this probability.
+        stop: ids that end a text; they are left out.
+        seed: seed of the first text.
+        size: draw only ids below it, because the last rows of a rounded-up vocabulary are untrained. None: the vocabulary.
+        each: called as each(text, token) for every token.
+
+    Raises:
+        ValueError: an argument is out of range, or the model has too few learned positions.
     """
-    check(model, prompt, num_tokens, temperature, top_k, top_p)
+    _validate(model, prompt, num_tokens, temperature, top_k, top_p)
     size = size or model.config.vocabulary
-    pages = -(-len(prompt) // PAGE) + samples * (-(-num_tokens // PAGE) + 1)  # at most
+    pages = -(-len(prompt) // PAGE) + samples * (-(-num_tokens // PAGE) + 1)  # upper bound
     cache = Cache(model.config.layers, Pages(pages))
 
     def run(texts: Sequence[Text], tokens: list[list[int]]) -> Tensor:
-        """What each text's next token may be."""
+        """Return the logits of each text's next token, (texts, size)."""
         first, device = torch.tensor([[text.num_tokens] for text in texts]), model.head.weight.device
-        at = first + torch.arange(len(tokens[0]))
-        with cache.taking(texts, len(tokens[0])):
-            logits = model.logits(torch.tensor(tokens, device=device), at.to(device), attention=cache, last=True)
+        positions = first + torch.arange(len(tokens[0]))
+        with cache.extend(texts, len(tokens[0])):
+            logits = model.logits(torch.tensor(tokens, device=device), positions.to(device), attention=cache, last=True)
         return logits[:, -1, :size].float().cpu()
 
     text = cache.new_text()
@@ -70,117 +85,124 @@ def write(
     texts = [text, *(text.fork() for _ in range(samples - 1))]
     logits = logits.expand(samples, -1)
     generators = [torch.Generator().manual_seed(seed + index) for index in range(samples)]
-    written: list[list[int]] = [[] for _ in texts]
-    writing = list(range(samples)) if num_tokens else []
-    while writing:
-        for index, row in zip(tuple(writing), logits, strict=True):
+    outputs: list[list[int]] = [[] for _ in texts]
+    active = list(range(samples)) if num_tokens else []
+    while active:
+        for index, row in zip(tuple(active), logits, strict=True):
             token = draw(row, temperature, top_k, top_p, generators[index])
             if token not in stop:
-                written[index].append(token)
+                outputs[index].append(token)
                 each(index, token)
-            if token in stop or len(written[index]) == num_tokens:
-                writing.remove(index)
+            if token in stop or len(outputs[index]) == num_tokens:
+                active.remove(index)
                 texts[index].close()
-        if writing:
-            logits = run([texts[index] for index in writing], [written[index][-1:] for index in writing])
-    return written
+        if active:
+            logits = run([texts[index] for index in active], [outputs[index][-1:] for index in active])
+    return outputs
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """One token: from the likeliest `top_k`, and of these from the fewest that together reach `top_p`."""
+    """Draw one token id from logits (vocabulary,): among the `top_k` most likely, the fewest that reach `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
     weights, order = (logits / temperature).softmax(-1).sort(descending=True)
     weights = weights[: top_k or None]
     before = weights.cumsum(0) - weights
-    weights = weights.masked_fill(before >= top_p * weights.sum(), 0)  # the likeliest always stays
+    weights = weights.masked_fill(before >= top_p * weights.sum(), 0)  # the most likely token always stays
     return int(order[torch.multinomial(weights, 1, generator=generator)])
 
 
-def check(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+def _validate(model: GPT, prompt: Sequence[int], num_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
     if not prompt:
-        raise ValueError("prompt is empty: a token is predicted from those before it, so give at least one")
+        raise ValueError("prompt is empty: each token is predicted from earlier ones; provide at least one token")
     if num_tokens < 0 or not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
             f"tokens={num_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: top_p must be in (0, 1], "
             "the others at least 0"
         )
-    if (most := max(prompt)) >= model.config.vocabulary:
+    if (largest := max(prompt)) >= model.config.vocabulary:
         raise ValueError(
-            f"prompt: its tokenizer gives the id {most}, and model.vocabulary={model.config.vocabulary} has none such; "
-            "give another prompt, or train with a larger vocabulary"
+            f"prompt: the tokenizer produces the id {largest}, and model.vocabulary={model.config.vocabulary} is too small "
+            "for it; use another prompt, or train with a larger vocabulary"
         )
-    room = model.config.max_positions
-    if model.config.positions == "learned" and len(prompt) + num_tokens > room:
+    available = model.config.max_positions
+    if model.config.positions == "learned" and len(prompt) + num_tokens > available:
         raise ValueError(
-            f"tokens={num_tokens} behind a prompt of {len(prompt)}: this model has learned {room} positions; "
-            "ask for fewer, or give a shorter prompt"
+            f"tokens={num_tokens} after a prompt of {len(prompt)}: this model has learned {available} positions; "
+            "ask for fewer tokens, or use a shorter prompt"
         )
 
 
-def fitting(model: Model, num_prompt: int) -> int:
-    """How many tokens to add if nobody said. At least one is tried, and refused by name where there is no room."""
-    room = model.max_positions - num_prompt if model.positions == "learned" else USUAL_TOKENS
-    return max(1, min(USUAL_TOKENS, room))
+def default_num_tokens(model: Model, num_prompt: int) -> int:
+    """Return how many tokens to add if `tokens` is not set.
+
+    At least 1: where no position is left, `generate_texts` then reports the limit.
+    """
+    available = model.max_positions - num_prompt if model.positions == "learned" else DEFAULT_TOKENS
+    return max(1, min(DEFAULT_TOKENS, available))
 
 
-def read(given: Generate) -> bytes:
-    """The prompt."""
-    if not given.prompt_file:
-        return given.prompt.encode()
-    if given.prompt:
-        raise ValueError(f"prompt_file={given.prompt_file!r} beside prompt={given.prompt!r}: give one of them")
+def read_prompt(options: Generate) -> bytes:
+    """Return the prompt, from the option, a file or stdin."""
+    if not options.prompt_file:
+        return options.prompt.encode()
+    if options.prompt:
+        raise ValueError(f"prompt_file={options.prompt_file!r}, prompt={options.prompt!r}: set one of them")
     try:
-        return sys.stdin.buffer.read() if given.prompt_file == "-" else Path(given.prompt_file).expanduser().read_bytes()
+        return sys.stdin.buffer.read() if options.prompt_file == "-" else Path(options.prompt_file).expanduser().read_bytes()
     except OSError as error:
-        raise ValueError(f"prompt_file={given.prompt_file!r} cannot be read: {error.strerror}") from None
+        raise ValueError(f"prompt_file={options.prompt_file!r} cannot be read: {error.strerror}") from None
 
 
 def main(argv: list[str] | None = None) -> None:
-    given = compose.parse_flat(Generate, "ringspan generate", __doc__, argv)
+    options = compose.parse_flat(Generate, PROGRAM, __doc__, argv)
     try:
-        restored = load_model.Restored(given.checkpoint)
+        restored = load_model.RestoredModel(options.checkpoint)
         if not restored.has_tokenizer:
             raise ValueError(
-                f"checkpoint={given.checkpoint!r} was trained on tokens that tokenizer=bytes did not make, so it cannot read a "
+                f"checkpoint={options.checkpoint!r} was trained on token shards of an unknown tokenizer, so it cannot read a "
                 "prompt; train with the tokenizer that made the shards: tokenizer.kind=hf tokenizer.path=…"
             )
-        letters = restored.tokenizer()
-        if given.device == "cuda" and not torch.cuda.is_available():
+        tokenizer = restored.tokenizer()
+        if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: torch finds no GPU; take auto or cpu")
         device = torch.device(
-            "cuda" if given.device == "cuda" or (given.device == "auto" and torch.cuda.is_available()) else "cpu"
+            "cuda" if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()) else "cpu"
         )
         model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        prompt = next(iter(letters.encode([read(given)]))).tolist()
-        seen = [*letters.begin, *prompt] or [letters.end]
-        num_tokens = given.tokens or fitting(restored.model, len(seen))
-        if len(seen) + num_tokens > restored.length:
-            print(f"(trained on sequences of {restored.length} tokens; behind that positions are new to it)", file=sys.stderr)
-        known = letters.decode(prompt) if given.prompt_file else given.prompt
-        shown, ids = known, list(prompt)
+        prompt = next(iter(tokenizer.encode([read_prompt(options)]))).tolist()
+        inputs = [*tokenizer.begin, *prompt] or [tokenizer.end]
+        num_tokens = options.tokens or default_num_tokens(restored.model, len(inputs))
+        if len(inputs) + num_tokens > restored.length:
+            print(
+                f"(the model was trained on {restored.length} tokens per sequence; later positions are new to it)",
+                file=sys.stderr,
+            )
+        prompt_text = tokenizer.decode(prompt) if options.prompt_file else options.prompt
+        printed, ids = prompt_text, list(prompt)
 
-        def show(_: int, token: int) -> None:
-            """Whole text so far, decoded again: a character may be made of several tokens."""
-            nonlocal shown
+        def print_token(_: int, token: int) -> None:
+            """Decode the full text again, because a character may consist of several tokens."""
+            nonlocal printed
             ids.append(token)
-            text = letters.decode(ids)
-            if text.startswith(shown) and not text.endswith("\ufffd"):
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
+            text = tokenizer.decode(ids)
+            if text.startswith(printed) and not text.endswith("\ufffd"):
+                print(text[len(printed) :], end="", flush=True)
+                printed = text
 
-        how = dict(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed, size=letters.size)
-        how |= dict(stop=() if given.ignore_end else {letters.end}, samples=given.samples)
-        if given.samples == 1:
-            print(given.prompt, end="", flush=True)
-            write(model, seen, num_tokens, each=show, **how)
-            print(letters.decode(ids).removeprefix(shown))
+        sampling: dict[str, Any] = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        sampling |= dict(seed=options.seed, size=tokenizer.size, samples=options.samples)
+        sampling |= dict(stop=() if options.ignore_end else {tokenizer.end})
+        if options.samples == 1:
+            print(options.prompt, end="", flush=True)
+            generate_texts(model, inputs, num_tokens, each=print_token, **sampling)
+            print(tokenizer.decode(ids).removeprefix(printed))
             return
-        for index, added in enumerate(write(model, seen, num_tokens, **how)):  # as they are written by turns
-            print(f"--- seed={given.seed + index}")
-            print(given.prompt + letters.decode([*prompt, *added]).removeprefix(known))
+        for index, output in enumerate(generate_texts(model, inputs, num_tokens, **sampling)):
+            print(f"--- seed={options.seed + index}")
+            print(options.prompt + tokenizer.decode([*prompt, *output]).removeprefix(prompt_text))
     except ValueError as error:
-        compose.fail("ringspan generate", error)
+        compose.fail(PROGRAM, error)
 
 
 if __name__ == "__main__":

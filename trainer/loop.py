@@ -1,8 +1,8 @@
 """The training loop, on one screen.
 
-A step is: its micro-batches forward and backward, the optimizer, and one reduction over all ranks, which carries the loss, the
-losses by source, whether someone was asked to stop, and how many labels the next step has. The loss is summed where its tokens
-are and divided once, by the labels of all ranks: no number depends on how many there are.
+A step runs its micro-batches forward and backward, then the optimizer, then one all-reduce. The all-reduce carries the loss,
+the losses by source, the stop flag, and the number of labels of the next step. Each rank sums the loss of its own tokens; the
+total is divided once, by the labels of all ranks. The result does not depend on the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -10,48 +10,55 @@ from dataclasses import dataclass
 import torch
 
 from ringspan.trainer.data.dataset import Batch
-from ringspan.trainer.optim import fraction
+from ringspan.trainer.optim import learning_rate_fraction
 from ringspan.trainer.run import Run
 
 
 class TooManyBadSteps(RuntimeError):
-    """The gradient was not finite several steps in a row; the message has the batch's samples."""
+    """The gradient was not finite in several consecutive steps; the message names the batch's samples."""
 
 
 def train(run: Run) -> bool:
-    """Trains to the last step, or until a signal; True if it got there."""
+    """Train to the last step or until a stop signal.
+
+    Returns:
+        Whether the run reached its last step.
+
+    Raises:
+        TooManyBadSteps: the gradient was not finite in `debug.bad_steps` consecutive steps.
+    """
     config, engine, position = run.config, run.engine, run.position
     batches = run.batches()
-    upcoming = next(batches)
-    num_labels = run.distributed.sum(torch.tensor(_num_labels(upcoming), dtype=torch.float64, device=run.device)).item()
+    next_batch = next(batches)
+    num_labels = run.distributed.sum(torch.tensor(_num_labels(next_batch), dtype=torch.float64, device=run.device)).item()
     num_bad = 0
     for step in range(position.step + 1, config.steps + 1):
-        batch, sums = upcoming, Sums.zeros(len(run.data.names), run.device)
-        with run.inspect(step):
+        batch, sums = next_batch, Sums.zeros(len(run.data.names), run.device)
+        with run.profile(step):
             for index, micro in enumerate(batch):
-                run.watchdog.at(step, f"micro-batch {index + 1} of {len(batch)}")
-                moved = micro.to(run.device)
-                loss, count, each, _ = engine(*moved.inputs, True)
+                run.watchdog.update(step, f"micro-batch {index + 1} of {len(batch)}")
+                on_device = micro.to(run.device)
+                loss, count, each, _ = engine(*on_device.inputs, True)
                 engine.backward(loss, num_labels)
-                sums.add(loss, count, each, moved)
-            run.watchdog.at(step, "optimizer")
-            rate = fraction(config.schedule, step, config.steps)
-            grad_norm, applied = engine.step(rate)
+                sums.add(loss, count, each, on_device)
+            run.watchdog.update(step, "optimizer")
+            fraction = learning_rate_fraction(config.schedule, step, config.steps)
+            grad_norm, applied = engine.step(fraction)
 
-        run.watchdog.at(step, "reduction")
-        upcoming = next(batches)
-        total = sums.reduced(run, batch, stop=run.signals.stop, next_labels=_num_labels(upcoming))
+        run.watchdog.update(step, "reduction")
+        next_batch = next(batches)
+        total = sums.reduce(run, batch, stop=run.signals.stop, next_labels=_num_labels(next_batch))
         position.step, position.applied = step, engine.applied
         position.samples += config.data.batch
         position.tokens += config.data.batch * config.data.length
         num_bad = 0 if applied else num_bad + 1
-        run.report(step, total, grad_norm, rate * config.optim.lr, applied, num_labels)
+        run.report(step, total, grad_norm, fraction * config.optim.lr, applied, num_labels)
         num_labels = total.next_labels
         if num_bad >= config.debug.bad_steps:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
                 f"the gradient was not finite in {num_bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
-                f"lower optim.lr, or look at these samples; {run.way_on()}"
+                f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
         last, stop = step == config.steps, total.stop
         if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:
@@ -81,9 +88,9 @@ class Total:
 
 @dataclass
 class Sums:
-    """A step's numbers on this rank; they stay on the device until the one reduction."""
+    """A step's numbers on this rank. They stay on the device until the step's all-reduce."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor  # (2,): loss and labels
     by_source: torch.Tensor  # (sources, 2): loss and labels
 
     @classmethod
@@ -93,17 +100,19 @@ class Sums:
         )
 
     def add(self, loss: torch.Tensor, count: torch.Tensor, each: torch.Tensor, micro: Batch) -> None:
+        """Add a micro-batch; `each` has the loss of every token."""
         self.loss += torch.stack([loss.detach().double(), count.double()])
         rows = torch.stack([each.double().sum(1), (micro.labels >= 0).double().sum(1)], 1)
-        # One by one: as the index of a single sum the sources would be sent to the GPU, and that waits for it.
+        # One row at a time: indexing with a list of sources would copy it to the GPU and synchronise.
         for row, source in zip(rows, micro.sources, strict=True):
             self.by_source[source] += row
 
-    def reduced(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
+    def reduce(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
+        """All-reduce the sums, this rank's stop flag and its labels of the next step."""
         extra = torch.tensor([run.flops(batch), float(stop), next_labels], dtype=torch.float64)
         values = torch.cat([self.loss, self.by_source.flatten(), extra.to(self.loss.device)])
         loss, count, *rest = run.distributed.sum(values).tolist()
-        flops, stopped, labels = rest[-3:]
+        flops, num_stopped, labels = rest[-3:]
         pairs = zip(run.data.names, rest[:-3:2], rest[1:-3:2], strict=True)
         sources = {name: x / n for name, x, n in pairs if n}
-        return Total(loss / max(count, 1), sources, flops, stopped > 0, labels)
+        return Total(loss / max(count, 1), sources, flops, num_stopped > 0, labels)

@@ -1,17 +1,15 @@
-"""The GPT, in one file: what a token goes through from its embedding to its loss.
+"""The GPT in one file: the path of a token from its embedding to its loss.
 
     hidden = embedding[tokens]
     each layer:  hidden += attention(norm(hidden));  hidden += mlp(norm(hidden))
     loss_sum, num_valid = cross-entropy of head(norm(hidden)) against labels
 
-With the options of config.py it is a Llama, a Qwen3 or a GPT-2, whose weights fit (weights.py). `attention` is an argument
-with the signature of `kernels.attention`. One that spans ranks fits as well, since all else here treats each token alone; so
-does one that remembers keys (generate.py). Nothing in this file knows of ranks.
-
-Three tensors say where tokens are, because only whoever cut the sequence knows: `positions` restart with each document and
-are for RoPE; `documents` are ids for the whole sequence, in its natural order and on the CPU, from which each layer's mask is
-made, once a batch; `labels` were shifted before the sequence was cut. The loss is in the forward of the module that owns the
-head's weight, so that logits never exist, and so that whatever gathers weights for a module's forward has gathered the head.
+The options of config/schema.py make it a Llama, a Qwen3 or a GPT-2 that loads their weights (checkpoint/huggingface.py).
+`attention` is an argument with the signature of `ringspan.attention`. A ring fits, because everything else treats each token
+alone; so does a KV cache (kv_cache.py). This file knows nothing of ranks: the caller splits the sequence and passes
+`positions`, which restart per document (RoPE), `documents`, ids of the full sequence in natural order on the CPU (masks, made
+once per batch), and `labels`, shifted before the split. The loss is part of the forward of the module that owns the head's
+weight. The logits never exist at once, and ZeRO 3 has gathered the weight by then.
 """
 
 import hashlib
@@ -24,25 +22,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringspan.kernels.attention import attention
+from ringspan.kernels import attention as one_device
 from ringspan.kernels.loss import linear_cross_entropy
 from ringspan.kernels.mask import Mask
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.planning.flops import head_dim, window
 
-Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as kernels.attention
+Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as ringspan.attention
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (B or 1, S, 1, head_dim / 2)
-CHUNK = 2**20  # fresh weights are drawn in pieces of so many numbers, each with a generator of its own
+CHUNK = 2**20  # elements of an initial weight per random generator
 
 
 class GPT(nn.Module):
-    def __init__(self, config: Model, rope: Rope | None = None, attention: Attention = attention, seed: int | None = 0) -> None:
-        """With seed=None the weights are left undrawn, for someone who will fill them."""
+    """A GPT language model.
+
+    Args:
+        config: shape of the model.
+        rope: rotary positions; None: the default ones.
+        attention: attention function of all layers.
+        seed: of the initial weights; None leaves them uninitialised.
+
+    Raises:
+        ValueError: the config has no valid shape.
+    """
+
+    frequencies: Tensor  # fp64 (head_dim / 2,)
+    rope_scale: float
+
+    def __init__(
+        self, config: Model, rope: Rope | None = None, attention: Attention = one_device.attention, seed: int | None = 0
+    ) -> None:
         super().__init__()
-        check(config, rope or Rope())
+        _validate(config, rope or Rope())
         self.config, self.rope, self.attention = config, rope or Rope(), attention
-        # How a layer is run: memory.py puts its checkpointing here.
+        # activation_checkpointing.install replaces it.
         self.run_layer: Callable[..., Tensor] = lambda layer, *inputs: layer(*inputs)
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         learned = config.positions == "learned"
@@ -51,22 +65,34 @@ class GPT(nn.Module):
         self.norm = new_norm(config, config.dim)
         self.head = Head(config)
         if config.tied:
-            self.head.weight = self.embedding.weight
-        self.rope_frequencies()
+            self.head.weight = self.embedding.weight  # type: ignore[assignment]  # torch types Embedding.weight as a Tensor
+        self.set_rope_frequencies()
         if seed is not None:
-            self.initialise(seed)
+            self.initialize(seed)
 
     def forward(
         self,
-        tokens: Tensor,  # (B, n) of whichever part of the sequence is here, as are labels and positions
+        tokens: Tensor,
         labels: Tensor,
         positions: Tensor,
-        documents: Tensor | None = None,  # (S,) or (B, S), of the whole sequence; None: one document
-        seeds: Tensor | None = None,  # int64 (B,): what dropout depends on; needed if there is any, while training
+        documents: Tensor | None = None,
+        seeds: Tensor | None = None,
         each: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The sum of the losses over labels != -100, and their number; with `each` also every token's loss and whether
-        its label was the likeliest token, both (B, n) and without gradients."""
+        """Compute the loss of this rank's part of the sequence.
+
+        Args:
+            tokens: int64 (B, n), this rank's part of the sequence.
+            labels: int64 (B, n); -100 is ignored.
+            positions: int64 (B, n).
+            documents: (S,) or (B, S), document ids of the full sequence; None: one document.
+            seeds: int64 (B,), seeds of dropout; needed while training if model.dropout is above 0.
+            each: also return the losses and hits of all tokens.
+
+        Returns:
+            The sum of the losses over labels != -100, and their number. With `each` also every token's loss, and whether its
+            label was the most likely token; both (B, n), without gradients.
+        """
         return self.head(self.hidden(tokens, positions, documents, seeds), labels, each)
 
     def logits(
@@ -77,7 +103,7 @@ class GPT(nn.Module):
         attention: Attention | None = None,
         last: bool = False,
     ) -> Tensor:
-        """(B, n, vocabulary), or of the last token alone: for generation. Training never needs them at once."""
+        """Return the logits (B, n, vocabulary), with `last` only those of the last token. Training never materialises them."""
         hidden = self.hidden(tokens, positions, documents, attention=attention)
         return self.head(hidden[:, -1:] if last else hidden)
 
@@ -89,7 +115,7 @@ class GPT(nn.Module):
         seeds: Tensor | None = None,
         attention: Attention | None = None,
     ) -> Tensor:
-        """What the head sees. `attention` stands in for the model's own for this one call."""
+        """Return the head's input (B, n, dim). `attention` replaces the model's own for this call."""
         hidden = self.embedding(tokens)
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding(positions)
@@ -98,43 +124,46 @@ class GPT(nn.Module):
         if not (self.config.dropout and self.training):
             seeds = None
         elif seeds is None:
-            raise ValueError(f"seeds=None, but model.dropout={self.config.dropout}: give an int64 tensor, one a sequence")
+            raise ValueError(
+                f"seeds=None, but model.dropout={self.config.dropout}: pass an int64 tensor with one seed per sequence"
+            )
         for index, layer in enumerate(self.layers):
             mask = masks[window(self.config, index)]
-            layer_seeds = None if seeds is None else seeds + (index << 40)  # every layer drops others
+            layer_seeds = None if seeds is None else seeds + (index << 40)  # another pattern in every layer
             hidden = self.run_layer(layer, hidden, rotation, mask, attention or self.attention, layer_seeds)
         return self.norm(hidden)
 
     def masks(self, documents: Tensor | None, device: torch.device) -> dict[int, Mask]:
-        """The mask of each kind of layer. Its numbers are sent here, so that no layer has to wait, or recompile, for them."""
-        kinds = {window(self.config, layer) for layer in range(self.config.layers)}
-        masks = {kind: Mask(causal=True, window=kind or None, documents=documents) for kind in kinds}
+        """Return the mask of each window size, its bounds on `device`, so that no layer synchronises or recompiles for them."""
+        sizes = {window(self.config, layer) for layer in range(self.config.layers)}
+        masks = {size: Mask(causal=True, window=size or None, documents=documents) for size in sizes}
         for mask in masks.values():
             mask.bounds(device)
         return masks
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """The angles by which rotary positions turn each pair of a head, once for all layers.
+        """Return cos and sin of the rotary angles, once for all layers.
 
-        In fp64: an fp32 angle of position 4M is off by up to 0.25, a bf16 one of position 1000 by up to 2.
+        The angles are in fp64: an fp32 angle of position 4M is off by up to 0.25, a bf16 one of position 1000 by up to 2.
         """
         self.frequencies = self.frequencies.to(positions.device)
-        angles = positions.double()[..., None, None] * self.frequencies  # (…, S, 1, head_dim / 2): one turn for all heads
+        angles = positions.double()[..., None, None] * self.frequencies  # (…, S, 1, head_dim / 2), equal for all heads
         dtype = torch.float64 if self.norm.weight.dtype == torch.float64 else torch.float32
         return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
 
-    def rope_frequencies(self) -> None:
-        """To be called again by whoever built the model on the meta device, or where every new tensor is cast to bf16.
+    def set_rope_frequencies(self) -> None:
+        """Compute the rotary frequencies.
 
-        They are no buffer, because engines cast buffers too, and angles in bf16 are noise.
+        Call it again after building the model on the meta device or under a context that casts new tensors to bf16. The
+        frequencies are not a buffer, because engines cast buffers, and bf16 angles are noise.
         """
         self.frequencies, self.rope_scale = frequencies(self.rope, head_dim(self.config))
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Fresh weights: the same for a seed on any device and in any order."""
+    def initialize(self, seed: int) -> None:
+        """Set the initial weights. They depend on the seed alone, not on the device or the order of the weights."""
         for name, weight in self.named_parameters():
-            weight.copy_(fresh(name, weight.shape, self.config, seed).view_as(weight))
+            weight.copy_(initial_values(name, weight.shape, self.config, seed).view_as(weight))
 
     def compile_layers(self) -> None:
         for layer in self.layers:
@@ -142,6 +171,8 @@ class GPT(nn.Module):
 
 
 class Layer(nn.Module):
+    """A transformer block: attention and MLP, each with a norm before it and a residual connection."""
+
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.attention_norm = new_norm(config, config.dim)
@@ -157,6 +188,8 @@ class Layer(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Projections, rotary positions and attention."""
+
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.head_dim = head_dim(config)
@@ -185,7 +218,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one projection decides how much of the other passes. GELU has no gate."""
+    """SwiGLU, in which one projection gates the other, or GELU without a gate."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -199,7 +232,7 @@ class MLP(nn.Module):
 
 
 class Head(nn.Module):
-    """From hidden states to the loss; to logits if there are no labels."""
+    """Hidden states to the loss, or to logits without labels."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -222,20 +255,25 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pair (x[i], x[i + D / 2]) by its angle, so that q · k depends only on how far apart the two stand.
+    """Rotate each pair (x[i], x[i + D / 2]) by its angle, so that q · k depends only on the distance of the two tokens.
 
-    Halves and not neighbours are a pair, as in Hugging Face's Llama, whose weights so fit as they are.
+    Pairs are taken from the two halves, as in Hugging Face's Llama, so that its weights need no permutation.
+
+    Args:
+        x: (B, S, H, D).
+        cos: (B or 1, S, 1, D / 2).
+        sin: the same shape.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
-    """How far each pair of a head turns per token (fp64), and a factor for cos and sin.
+    """Return the angle per token of each pair of a head, fp64 (dim / 2,), and a factor for cos and sin.
 
-    linear slows every pair down alike; ntk raises the base so that only slow pairs slow down much (by `factor` the slowest);
-    yarn (Peng et al. 2023) and llama3 leave alone the pairs that turn often within the original length, slow down by
-    `factor` those that never turn round, and blend in between. yarn also sharpens attention.
+    linear divides all frequencies by `factor`. ntk raises the base, so that mainly slow pairs slow down, the slowest by
+    `factor`. yarn (Peng et al. 2023) and llama3 keep the pairs that rotate often within the original length, divide the
+    frequencies of those that never complete a rotation by `factor`, and interpolate in between. yarn also sharpens attention.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     base = rope.base * rope.factor ** (dim / max(dim - 2, 1)) if rope.kind == "ntk" else rope.base
@@ -246,24 +284,24 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     if rope.kind == "linear":
         return slow, 1.0
     if rope.kind == "llama3":
-        turns = rope.original_length * fast / (2 * math.pi)
-        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        rotations = rope.original_length * fast / (2 * math.pi)
+        keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return slow + (fast - slow) * keep, 1.0
-    # The index of the pair that turns so many times within the original length.
+    # Index of the pair that rotates this many times within the original length.
     low, high = (
-        dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
-        for turns in (rope.beta_fast, rope.beta_slow)
+        dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        for rotations in (rope.beta_fast, rope.beta_slow)
     )
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
     drop = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return fast + (slow - fast) * drop, rope.attention_factor or 0.1 * math.log(rope.factor) + 1
 
 
-def fresh(name: str, shape: torch.Size, config: Model, seed: int, start: int = 0, stop: int | None = None) -> Tensor:
-    """The elements start … stop - 1 of a fresh weight, in fp32 on the CPU: a rank that owns a part draws only that part.
+def initial_values(name: str, shape: torch.Size, config: Model, seed: int, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return elements start … stop - 1 of an initial weight, flat, in fp32 on the CPU.
 
-    They depend on the seed and the weight's name alone. GPT-2's scale: every layer adds twice to the residual stream, whose
-    variance is to stay what it was.
+    A rank that owns a part draws only that part: the values depend on the seed, the name and the index alone. The scale is
+    GPT-2's: every layer adds to the residual stream twice, and the stream's variance should not grow with depth.
     """
     stop = math.prod(shape) if stop is None else stop
     if name.endswith(("bias", "sinks")):
@@ -276,11 +314,11 @@ def fresh(name: str, shape: torch.Size, config: Model, seed: int, start: int = 0
     def draw(first: int) -> None:
         digest = hashlib.blake2b(f"{seed}/{name}/{first // CHUNK}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest))
-        piece = torch.empty(min(CHUNK, math.prod(shape) - first)).normal_(std=std, generator=generator)
+        chunk = torch.empty(min(CHUNK, math.prod(shape) - first)).normal_(std=std, generator=generator)
         a, b = max(first, start), min(first + CHUNK, stop)
-        out[a - start : b - start] = piece[a - first : b - first]
+        out[a - start : b - start] = chunk[a - first : b - first]
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # two billion numbers take half a minute in one thread
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # two billion elements take half a minute in one thread
         list(pool.map(draw, range(start - start % CHUNK, stop, CHUNK)))
     return out
 
@@ -291,8 +329,8 @@ def new_norm(config: Model, dim: int) -> nn.Module:
     return nn.RMSNorm(dim, config.norm_eps)
 
 
-def check(config: Model, rope: Rope) -> None:
-    problems = [*validate.shape(config), *validate.rotary(rope)]
+def _validate(config: Model, rope: Rope) -> None:
+    problems = [*validate.validate_shape(config), *validate.validate_rope(rope)]
     if config.vocabulary < 1:
         problems.append(f"model.vocabulary={config.vocabulary}: it must be at least 1 once the tokenizer is known")
     if config.positions == "learned" and config.max_positions < 1:

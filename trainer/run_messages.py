@@ -1,4 +1,4 @@
-"""Console text of a run: what it is, what it read, how it ended, and which commands come next."""
+"""Console text of a run: its description, data, resume note, final report and next commands."""
 
 import os
 import shutil
@@ -18,30 +18,30 @@ from ringspan.trainer.planning import flops
 
 
 def description(config: Config, model: Model, mesh: Mesh, world: int, device: torch.device) -> str:
-    """Model, batch, devices and parallelism in one line."""
+    """Describe model, batch, devices and parallelism in one line."""
     total = flops.parameters(model).total
-    how = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
-    batch = f"{config.data.batch} sequences of {config.data.length:,} tokens a step"
-    return f"{config.model.name}: {total:,} weights; {batch}; {world} × {device_name(device)}, {how}"
+    split = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
+    batch = f"{config.data.batch} sequences of {config.data.length:,} tokens per step"
+    return f"{config.model.name}: {total:,} weights; {batch}; {world} × {device_name(device)}, {split}"
 
 
 def corpus_lines(config: Config, data: Dataset, held_out: Dataset) -> Iterator[str]:
-    """One line per corpus: its tokens, and how many of them this run reads."""
+    """Yield a line per corpus: its tokens, and how many of them this run reads."""
     pairs = zip(data.sources, held_out.sources, strict=True)
     for name, share, (source, test) in zip(data.names, data.shares, pairs, strict=True):
         if isinstance(source, Corpus) and isinstance(test, Corpus):
             read = config.steps * config.data.batch * config.data.length * share / BLOCK
-            sizes = f"{tracking.short(len(source.stream))} tokens and {tracking.short(len(test.stream))} held out"
-            yield f"{name}: {sizes}; {config.steps} steps read {tracking.short(read)}"
+            sizes = f"{tracking.with_unit(len(source.stream))} tokens and {tracking.with_unit(len(test.stream))} held out"
+            yield f"{name}: {sizes}; {config.steps} steps read {tracking.with_unit(read)}"
 
 
 def resume_note(config: Config, step: int) -> str:
-    """Text after the folder's name when the run starts from a checkpoint of `step`."""
+    """Return the text after the folder's name when the run starts from a checkpoint of `step`."""
     if not step:
         return ""
-    more = " (more steps= trains on)" if config.name else ""
-    last = f", its last: only its report follows{more}" if step >= config.steps else ""
-    return f": going on after step {step}{last}"
+    hint = " (a larger steps= continues the training)" if config.name else ""
+    last = f", its last step: it only reports{hint}" if step >= config.steps else ""
+    return f": continuing after step {step}{last}"
 
 
 def held_out_report(report: Report) -> list[str]:
@@ -51,13 +51,24 @@ def held_out_report(report: Report) -> list[str]:
 
 
 def final_report(config: Config, folder: Path, step: int, last: Path | None, unsaved: str) -> list[str]:
-    """Where the run's files are, and the next commands; or why the last step is not saved."""
+    """Return lines that name the run's files and the next commands, or why the last step is not saved.
+
+    Args:
+        config: the run's config.
+        folder: the run's folder.
+        step: its last step.
+        last: the newest checkpoint, if there is one.
+        unsaved: why the last step is not saved; "" if it is.
+    """
     path = short_path(folder)
     weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
-    lines = [f"{path}/metrics.jsonl has every step, {path}/config.yaml the whole config{weights}."]
+    lines = [f"{path}/metrics.jsonl has every step, {path}/config.yaml the full config{weights}."]
     if unsaved:
-        return [*lines, f"Step {step} is not saved: {unsaved}. Make room; the same command goes on from what is saved."]
-    return [*lines, "What to try next:", *next_steps(config, path, last is not None)]
+        return [
+            *lines,
+            f"Step {step} is not saved: {unsaved}. Free disk space; the same command continues from the last checkpoint.",
+        ]
+    return [*lines, "Next steps:", *next_steps(config, path, last is not None)]
 
 
 def next_steps(config: Config, path: str, saved: bool) -> Iterator[str]:
@@ -66,22 +77,23 @@ def next_steps(config: Config, path: str, saved: bool) -> Iterator[str]:
     if saved and not reads_foreign_tokens(config):
         yield f'  {ringspan} generate checkpoint={path} prompt="{"The" if own_files else "def main("}"'
     if not own_files:
-        yield f"  {ringspan} launch experiment=laptop data=text 'data.sources.text.paths=[~/my-texts]'   # your own files"
-    yield f"  {ringspan} check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   # will it fit?"
+        files = "'data.sources.text.paths=[\"~/my-texts\"]'"
+        yield f"  {ringspan} launch experiment=laptop data=text {files}   # your own files"
+    yield f"  {ringspan} check experiment=llama_8b_1m hardware=h200 hardware.gpus=4   # does it fit?"
 
 
 def how_to_continue(config: Config, last: Path | None) -> str:
-    """The option that starts a run with other options from the last checkpoint."""
+    """Return how a run with other options continues from the last checkpoint."""
     if last is None:
-        return "no checkpoint was saved, so it starts anew"
+        return "no checkpoint was saved, so a new run starts from the beginning"
     if config.name:
-        return f"the same name= goes on after {last.name}"
+        return f"the same name= continues after {last.name}"
     instead = " in place of init_from" if config.init_from else ""
-    return f"checkpoint.resume={short_path(last)}{instead} goes on from the last checkpoint"
+    return f"checkpoint.resume={short_path(last)}{instead} continues from the last checkpoint"
 
 
 def reads_foreign_tokens(config: Config) -> bool:
-    """Whether all data are token ids of an unknown tokenizer, so that the model cannot be prompted or read."""
+    """Whether all data are token ids of an unknown tokenizer, so that prompts and samples are impossible."""
     return only_shards(config.data) and config.tokenizer.kind == "bytes"
 
 
@@ -90,16 +102,17 @@ def device_name(device: torch.device) -> str:
 
 
 def command() -> str:
-    """The command as the user can type it: `make train` uses .venv, which need not be activated."""
+    """Return `ringspan` as the user can type it; `make train` uses .venv, which may not be activated."""
     script = Path(sys.executable).with_name("ringspan")
     if not script.exists():
         python = shutil.which("python")
-        same = python and Path(python).parent == script.parent
-        return f"{'python' if same else short_path(Path(sys.executable))} -m ringspan"
-    activated = shutil.which("ringspan")
-    return "ringspan" if activated and Path(activated).parent == script.parent else short_path(script)
+        activated = python and Path(python).parent == script.parent
+        return f"{'python' if activated else short_path(Path(sys.executable))} -m ringspan"
+    on_path = shutil.which("ringspan")
+    return "ringspan" if on_path and Path(on_path).parent == script.parent else short_path(script)
 
 
 def short_path(path: Path) -> str:
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown
+    """Return the path relative to the current folder, unless it lies outside of it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,7 +1,7 @@
-"""Trains a GPT as its config says: conf/, an experiment, and what the command line changes.
+"""Train a GPT from a config: the groups of conf/, an experiment, and overrides on the command line.
 
-ringspan launch experiment=gpt2_124m optim.lr=3e-4             the ranks of this machine
-torchrun --nproc-per-node=4 -m ringspan.trainer.train parallel.ring=4    ranks that you start yourself
+ringspan launch experiment=gpt2_124m optim.lr=3e-4                       the ranks of this machine
+torchrun --nproc-per-node=4 -m ringspan.trainer.train parallel.ring=4    ranks that torchrun starts
 """
 
 import contextlib
@@ -16,41 +16,47 @@ PROGRAM = "ringspan train"
 
 def main(argv: list[str] | None = None) -> int:
     composed = compose.main(PROGRAM, __doc__, argv)
-    # Long sequences want all of the memory: without this, blocks of other sizes leave holes. Read when CUDA starts.
+    # Long sequences need nearly all of the memory, and fixed segments of other sizes would fragment it. CUDA reads this
+    # variable when it starts.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    return run(composed)  # torch is imported only now: a mistake has been told by then
+    return run(composed)  # imports torch, which takes seconds; compose.main has reported an invalid config already
 
 
 def run(composed: compose.Composed) -> int:
-    """Exit code 0 for a run that ended or was asked to stop, 1 for one that failed or is not saved, 2 for what cannot be."""
+    """Train as one rank.
+
+    Returns:
+        0 if the run ended or was asked to stop, 1 if it failed or its last step is not saved. A run that cannot start exits
+        the process with code 2.
+    """
     from ringspan.trainer.loop import TooManyBadSteps, train
     from ringspan.trainer.run import Run
 
     try:
         job = Run(composed)
     except ValueError as error:
-        if isinstance(error, compose.ConfigError):  # the same on all ranks: said once
+        if isinstance(error, compose.ConfigError):  # equal on all ranks: rank 0 prints it
             with contextlib.suppress(SystemExit):
                 compose.fail(PROGRAM, error)
         else:
             print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2)  # gloo's threads are there already, and an ordinary exit would abort in them
+        os._exit(2)  # gloo's threads are running, and an ordinary exit would abort in them
     try:
         finished = train(job)
         if finished:
             job.finish()
         elif not job.unsaved:
-            job.tracker.say(f"saved step {job.position.step:,}; the same command goes on from there")
+            job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
     except TooManyBadSteps as error:
-        job.tracker.say(f"stopped: {error}")
+        job.tracker.print(f"stopped: {error}")
         job.close(failed=True)
         return 1
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # the others wait in a collective; torchrun ends them as soon as one is gone
+        os._exit(1)  # the other ranks wait in a collective; torchrun ends them when one rank exits
     job.close()
     return int(bool(job.unsaved))
 

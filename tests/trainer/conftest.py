@@ -1,4 +1,4 @@
-"""The trainer as it runs on a user's CPU."""
+"""Fixtures of the trainer's tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """At these sizes a second thread gains nothing, and where other processes hold the cores it spins for them."""
+    """Use one thread: models this small gain nothing from a second one, which spins while other processes use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What forked ranks run for the tests, and how they are started: one process imports everything once and forks them all."""
+"""Ranks for the tests: a fork server imports everything once and forks each rank, which runs a job of this module."""
 
 import contextlib
 import multiprocessing
@@ -22,7 +22,7 @@ TOY = [
     "evaluate.sample=0", "evaluate.batches=1", "tracking.log_every=1", "schedule.warmup=0", "optim.lr=3e-3",
 ]  # fmt: skip
 
-# DeepSpeed reads it when it is imported, which the forkserver does before any test.
+# DeepSpeed reads it at import, which happens in the fork server before any test.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = multiprocessing.get_context("forkserver")
@@ -30,7 +30,7 @@ context.set_forkserver_preload(["tests.trainer.warm"])
 
 
 def free_port() -> int:
-    """Below the range from which outgoing connections take theirs, so that none takes it in between."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes it before its use."""
     while True:
         port = random.randrange(15_000, 30_000)
         with socket.socket() as server, contextlib.suppress(OSError):
@@ -38,28 +38,28 @@ def free_port() -> int:
             return port
 
 
-said = ""  # by the ranks of the last call, on stdout and stderr
+output = ""  # stdout and stderr of the last call's ranks
 
 
 def run_ranks(world: int, job: Callable[..., None], *args: Any, limit: float = 240) -> list[int | None]:
-    """The exit codes. As under torchrun, the others are ended as soon as one has failed."""
-    global said
-    with tempfile.NamedTemporaryFile("r") as output:
-        codes = _run_ranks(world, output.name, job, args, limit)
-        said = output.read()
-        print(said)  # pytest shows it when a test fails
+    """Run a job on all ranks and return their exit codes. As under torchrun, one failed rank ends the others."""
+    global output
+    with tempfile.NamedTemporaryFile("r") as file:
+        codes = _run_ranks(world, file.name, job, args, limit)
+        output = file.read()
+        print(output)  # pytest shows it when a test fails
         return codes
 
 
-def _run_ranks(world: int, output: str, job: Callable[..., None], args: tuple[Any, ...], limit: float) -> list[int | None]:
+def _run_ranks(world: int, path: str, job: Callable[..., None], args: tuple[Any, ...], limit: float) -> list[int | None]:
     port = free_port()
-    ranks = [context.Process(target=_start, args=(rank, world, port, output, job, args)) for rank in range(world)]
+    ranks = [context.Process(target=_start, args=(rank, world, port, path, job, args)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     until = time.monotonic() + limit
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < until:
         if any(rank.exitcode for rank in ranks):
-            time.sleep(0.2)  # the failing rank's message first
+            time.sleep(0.2)  # lets the failing rank print its message
             break
         time.sleep(0.02)
     for rank in ranks:
@@ -69,10 +69,10 @@ def _run_ranks(world: int, output: str, job: Callable[..., None], args: tuple[An
     return [rank.exitcode for rank in ranks]
 
 
-def _start(rank: int, world: int, port: int, output: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _start(rank: int, world: int, port: int, path: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in names.items()})
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     import torch
@@ -88,15 +88,16 @@ def _start(rank: int, world: int, port: int, output: str, job: Callable[..., Non
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads that wait for a dead rank would keep it
+    os._exit(code)  # threads may wait for a dead rank
 
 
 def train(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
-    """A whole run; `hook(run, …)` may change it before it starts."""
+    """Train the toy; `hook(run, …)` may change the run before it starts."""
     train_plain([*TOY, *options], hook, *args)
 
 
 def train_plain(options: list[str], hook: Callable[..., None] | None = None, *args: Any) -> None:
+    """Train without the toy's options."""
     from ringspan.trainer import loop
     from ringspan.trainer.config import compose
     from ringspan.trainer.run import Run
@@ -109,27 +110,27 @@ def train_plain(options: list[str], hook: Callable[..., None] | None = None, *ar
     run.close()
 
 
-def train_in_a_mebibyte(options: list[str]) -> None:
+def train_with_one_mebibyte(options: list[str]) -> None:
     from ringspan.trainer.monitoring import profiling
 
-    profiling.memory_of_a_rank = lambda device: 2**20
+    profiling.rank_memory = lambda device: 2**20
     train(options)
 
 
 def kill_after(run: Any, step: int) -> None:
-    """kill -9 of every rank once this step's line is written."""
+    """Kill every rank with SIGKILL after this step's line is written."""
     report = run.report
 
-    def then_die(number: int, *rest: Any) -> None:
+    def report_and_die(number: int, *rest: Any) -> None:
         report(number, *rest)
         if number == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run.report = then_die
+    run.report = report_and_die
 
 
 def poison(run: Any, steps: list[int]) -> None:
-    """The last rank's loss is NaN in these steps; the others' are healthy."""
+    """Make the last rank's loss NaN in these steps; the other ranks' losses stay finite."""
     backward = run.engine.backward
 
     def poisoned(loss: Any, labels: float) -> None:
@@ -139,30 +140,30 @@ def poison(run: Any, steps: list[int]) -> None:
     run.engine.backward = poisoned
 
 
-def send(run: Any, number: int, step: int) -> None:
-    """One rank gets a signal in the middle of a step."""
+def send_signal(run: Any, number: int, step: int) -> None:
+    """Send a signal to the last rank during a step."""
     report = run.report
 
-    def then_signal(at: int, *rest: Any) -> None:
-        report(at, *rest)
-        if at == step and run.distributed.rank == run.distributed.world - 1:
+    def report_and_signal(current: int, *rest: Any) -> None:
+        report(current, *rest)
+        if current == step and run.distributed.rank == run.distributed.world - 1:
             os.kill(os.getpid(), number)
 
-    run.report = then_signal
+    run.report = report_and_signal
 
 
-def local_attention(run: Any) -> None:
-    """The ring broken on purpose: each rank sees only the keys that it has itself."""
+def break_ring(run: Any) -> None:
+    """Replace the ring by local attention: each rank attends to its own keys only."""
     from ringspan import Mask, attention
 
-    def alone(q: Any, k: Any, v: Any, mask: Mask, **options: Any) -> Any:
+    def local_attention(q: Any, k: Any, v: Any, mask: Mask, **options: Any) -> Any:
         return attention(q, k, v, mask=Mask(causal=True))
 
-    run.model.attention = alone
+    run.model.attention = local_attention
 
 
 class FakeEngine:
-    """A few weights that only know how to be saved."""
+    """A few weights with the engine methods that a save calls."""
 
     def __init__(self, value: float) -> None:
         import torch
@@ -182,42 +183,42 @@ class FakeEngine:
 
 
 def save_fake(folder: str, steps: list[int], keep_last: int = 5, die_at: str = "", die_rank: int = 0) -> None:
-    """Saves these steps; with `die_at`, this rank is killed at that point of the last save."""
+    """Save these steps; with `die_at`, kill `die_rank` at that point of the last save."""
     from ringspan.trainer.checkpoint import checkpoint
     from ringspan.trainer.config import schema, validate
     from ringspan.trainer.distributed import DistributedContext
 
     options = schema.Config()
     options.parallel.device, options.parallel.timeout = "cpu", 30.0
-    ranks = DistributedContext(options)
-    assert validate.mesh_of(options, ranks.world)[1] == ranks.world
+    distributed = DistributedContext(options)
+    assert validate.mesh_of(options, distributed.world)[1] == distributed.world
     for step in steps:
-        if step == steps[-1] and die_at and ranks.rank == die_rank:
-            plant_death(die_at)
+        if step == steps[-1] and die_at and distributed.rank == die_rank:
+            kill_at_call(die_at)
         engine: Any = FakeEngine(float(step))
         keep = schema.Checkpoint(keep_last=keep_last)
-        problem = checkpoint.save(Path(folder), engine, checkpoint.Position(step=step), {}, ranks, keep)
-        (Path(folder) / f"problem-{step}-{ranks.rank}").write_text(problem)
-    ranks.close()
+        problem = checkpoint.save(Path(folder), engine, checkpoint.Position(step=step), {}, distributed, keep)
+        (Path(folder) / f"problem-{step}-{distributed.rank}").write_text(problem)
+    distributed.close()
 
 
-def plant_death(point: str) -> None:
-    """kill -9 before the n-th call of a function of the save: "json.dumps:2"."""
+def kill_at_call(point: str) -> None:
+    """Kill this process with SIGKILL at the n-th call of a function: "json.dumps:2"."""
     import importlib
 
     name, _, count = point.partition(":")
-    owner, _, attribute = name.rpartition(".")
-    module, _, inner = owner.partition("/")
-    place: Any = importlib.import_module(module)
+    owner_name, _, attribute = name.rpartition(".")
+    module, _, inner = owner_name.partition("/")
+    owner: Any = importlib.import_module(module)
     if inner:
-        place = getattr(place, inner)
-    original = getattr(place, attribute)
-    left = [int(count or 1)]
+        owner = getattr(owner, inner)
+    original = getattr(owner, attribute)
+    calls_left = [int(count or 1)]
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        calls_left[0] -= 1
+        if calls_left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(place, attribute, deadly)
+    setattr(owner, attribute, deadly)

@@ -1,6 +1,6 @@
-"""Whole runs on GPUs, in bf16: what a run on the CPU cannot show. The numbers themselves are the CPU tests' in fp32.
+"""Whole runs on GPUs in bf16. The CPU tests check the numbers in fp32.
 
-pytest tests/trainer/test_gpu.py            # runs for several GPUs are skipped where there are fewer
+pytest tests/trainer/test_gpu.py            # skips runs that need more GPUs than the machine has
 """
 
 import os
@@ -20,34 +20,27 @@ TOY = [
     "data=recall", "data.length=2048", "data.batch=8", "data.micro_batch=2", "steps=8", "schedule.warmup=0", "optim.lr=1e-3",
     "evaluate.batches=0", "evaluate.sample=0", "tracking.log_every=1", "checkpoint=none", "debug.watchdog=0",
 ]  # fmt: skip
-CLOSE = 0.02  # of losses near 6: bf16 rounds in another order
+TOLERANCE = 0.02  # of losses near 6: bf16 rounds in another order
 
 
 def losses(folder: Path, gpus: int, *options: str) -> list[float]:
-    """Of a run under torchrun."""
+    """Train under torchrun and return the losses."""
     if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs, here are {torch.cuda.device_count()}")
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={gpus}",
-        "-m",
-        "ringspan.trainer.train",
-    ]
-    given = [*TOY, f"runs={folder}", "name=run", *options]
+        pytest.skip(f"needs {gpus} GPUs, this machine has {torch.cuda.device_count()}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    command = [*torchrun, "-m", "ringspan.trainer.train", *TOY, f"runs={folder}", "name=run", *options]
     clean = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    done = subprocess.run([*start, *given], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line["loss"] for line in lines(folder / "run")]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    found = losses(tmp_path_factory.mktemp("plain"), 1, "engine=zero1")
-    assert len(found) == 8 and found[-1] < found[0] - 0.5, f"it learns: {found}"
-    return found
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one GPU at ZeRO 1."""
+    values = losses(tmp_path_factory.mktemp("reference"), 1, "engine=zero1")
+    assert len(values) == 8 and values[-1] < values[0] - 0.5, f"the loss must fall: {values}"
+    return values
 
 
 @pytest.mark.parametrize(
@@ -68,14 +61,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else str(x),
 )
-def test_every_way_learns_the_same(gpus: int, options: list[str], plain: list[float], tmp_path: Path) -> None:
-    found = losses(tmp_path, gpus, *options)
-    gaps = [abs(a - b) for a, b in zip(found, plain, strict=True)]
-    assert max(gaps) <= CLOSE, f"{found} beside {plain}"
+def test_every_engine_and_split_has_the_same_losses(
+    gpus: int, options: list[str], reference: list[float], tmp_path: Path
+) -> None:
+    values = losses(tmp_path, gpus, *options)
+    gaps = [abs(a - b) for a, b in zip(values, reference, strict=True)]
+    assert max(gaps) <= TOLERANCE, f"{values}, reference {reference}"
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
     options = ["engine=zero1", "debug.deterministic=true", "schedule=constant", "checkpoint=default"]
-    whole = losses(tmp_path / "whole", 1, *options)
-    assert losses(tmp_path / "halves", 1, *options, "steps=4") == whole[:4]
-    assert losses(tmp_path / "halves", 1, *options) == whole
+    uninterrupted = losses(tmp_path / "whole", 1, *options)
+    assert losses(tmp_path / "halves", 1, *options, "steps=4") == uninterrupted[:4]
+    assert losses(tmp_path / "halves", 1, *options) == uninterrupted

@@ -1,4 +1,4 @@
-"""The GPT: what it promises about documents, heads, positions, windows, gradients, time and fresh weights, in fp64."""
+"""The GPT in fp64: packed documents, gradients, causality, windows, heads, positions, dropout and initial weights."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ringspan import Mask, attention
 from ringspan.trainer.config.schema import Model, Rope
-from ringspan.trainer.model import CHUNK, GPT, frequencies, fresh
+from ringspan.trainer.model import CHUNK, GPT, frequencies, initial_values
 from ringspan.trainer.planning.flops import parameters
 
 LENGTHS = [7, 1, 300, 24]  # 300 is more than a chunk of queries
@@ -26,10 +26,10 @@ VARIANTS = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def build(attention=attention, device="cpu", rope: Rope | None = None, **changes) -> GPT:
-    gpt = GPT(dataclasses.replace(SHAPE, **changes), rope, attention).to(device, torch.float64)
+def build(attention_function=attention, device="cpu", rope: Rope | None = None, **changes) -> GPT:
+    gpt = GPT(dataclasses.replace(SHAPE, **changes), rope, attention_function).to(device, torch.float64)
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():  # fresh norms, biases and sinks are all alike, and 0.02 is too small to see much
+    with torch.no_grad():  # initial norms, biases and sinks are constant, and matrices are small
         for weight in gpt.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=0.2)
     return gpt
@@ -52,7 +52,7 @@ def alone(tokens, labels, lengths: list[int], device="cpu"):
 
 
 @variants
-def test_packed_documents_cost_what_each_costs_alone(device: str, variant: str) -> None:
+def test_loss_of_packed_documents_is_the_sum_of_their_losses(device: str, variant: str) -> None:
     model = build(device=device, **VARIANTS[variant])
     tokens, labels, positions, documents = packed(LENGTHS, device)
     loss, num_valid = model(tokens, labels, positions, documents)
@@ -62,7 +62,7 @@ def test_packed_documents_cost_what_each_costs_alone(device: str, variant: str) 
 
 
 @variants
-def test_packed_documents_have_the_gradients_of_each_alone(variant: str) -> None:
+def test_gradient_of_packed_documents_is_the_sum_of_their_gradients(variant: str) -> None:
     model = build(**VARIANTS[variant])
     batch = packed(LENGTHS)
     weights = dict(model.named_parameters())
@@ -74,7 +74,7 @@ def test_packed_documents_have_the_gradients_of_each_alone(variant: str) -> None
 
 
 @variants
-def test_the_gradient_is_the_losses_slope_and_reaches_every_weight(variant: str) -> None:
+def test_gradient_is_the_slope_of_the_loss_for_every_weight(variant: str) -> None:
     model = build(**VARIANTS[variant])
     batch = packed([9, 14])
     model(*batch)[0].backward()
@@ -87,7 +87,7 @@ def test_the_gradient_is_the_losses_slope_and_reaches_every_weight(variant: str)
                 losses.append(model(*batch)[0])
                 weight.sub_(direction, alpha=sign * 1e-5)
         slope = (losses[0] - losses[1]) / 2e-5
-        if name.endswith("k.bias"):  # the same is added to all scores of a query
+        if name.endswith("k.bias"):  # it adds the same number to all scores of a query
             assert weight.grad.abs().max() < 1e-10
             continue
         assert weight.grad.any(), name
@@ -95,7 +95,7 @@ def test_the_gradient_is_the_losses_slope_and_reaches_every_weight(variant: str)
 
 
 @variants
-def test_the_future_changes_nothing(variant: str) -> None:
+def test_later_tokens_change_nothing(variant: str) -> None:
     model = build(**VARIANTS[variant])
     tokens, _, positions, documents = packed([300])
     before = model.logits(tokens, positions, documents)
@@ -105,18 +105,18 @@ def test_the_future_changes_nothing(variant: str) -> None:
     assert (after[:, 270:] != before[:, 270:]).any(-1).all() or VARIANTS[variant].get("windows")
 
 
-def test_windows_come_in_any_pattern() -> None:
+def test_window_pattern_repeats_over_the_layers() -> None:
     calls = []
 
-    def attention(q, k, v, **options):
+    def recorded_attention(q, k, v, **options):
         calls.append(options["mask"].window)
         return attention(q, k, v, **options)
 
-    model = build(attention, layers=5, windows=[4, 4, 0])
+    model = build(recorded_attention, layers=5, windows=[4, 4, 0])
     batch = packed([20, 3])
     model(*batch)
     assert calls == [4, 4, None, 4, 4]
-    one = build(windows=[4], layers=1)  # in a single layer a token outside of the window changes nothing at all
+    one = build(windows=[4], layers=1)  # in a single layer a token changes only the logits of its window
     tokens, _, positions, _ = packed([30])
     before = one.logits(tokens, positions)
     tokens[0, 10] = (tokens[0, 10] + 1) % 31
@@ -124,7 +124,7 @@ def test_windows_come_in_any_pattern() -> None:
     assert changed.nonzero().flatten().tolist() == [10, 11, 12, 13]
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_changes_no_loss() -> None:
     model = build()
     tokens, labels, positions, _ = packed([20])
     loss, num_valid = model(tokens, labels, positions)
@@ -134,7 +134,7 @@ def test_padding_changes_nothing() -> None:
     assert padded[1] == num_valid
 
 
-def test_a_batch_may_have_different_documents_in_each_row() -> None:
+def test_rows_of_a_batch_have_their_own_documents() -> None:
     model = build()
     documents = torch.tensor([[0] * 5 + [1] * 15, [0] * 12 + [1] * 8])
     positions = torch.arange(20) - Mask(documents=documents).bounds().starts
@@ -157,7 +157,7 @@ def test_query_heads_share_key_heads_in_order(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["base", "linear", "ntk", "yarn", "llama3"])
-def test_only_distances_between_positions_matter(kind: str) -> None:
+def test_logits_depend_only_on_distances_between_positions(kind: str) -> None:
     model = build(rope=Rope(kind=kind, factor=1.0 if kind == "base" else 4.0, original_length=64))
     tokens, _, positions, _ = packed([50])
     far = model.logits(tokens, positions + 4_000_000)
@@ -165,7 +165,7 @@ def test_only_distances_between_positions_matter(kind: str) -> None:
     assert not torch.allclose(model.logits(tokens, positions * 2), far)
 
 
-def test_scaled_rope_slows_the_slow_pairs_by_the_factor_and_leaves_the_fast_ones() -> None:
+def test_scaled_rope_divides_low_frequencies_by_the_factor_and_keeps_high_ones() -> None:
     base, _ = frequencies(Rope(), 64)
     torch.testing.assert_close(base[[0, -1]], torch.tensor([1.0, 10_000 ** (-62 / 64)], dtype=torch.float64))
     for kind in ("ntk", "yarn", "llama3"):
@@ -177,7 +177,7 @@ def test_scaled_rope_slows_the_slow_pairs_by_the_factor_and_leaves_the_fast_ones
     torch.testing.assert_close(linear, base / 8)
 
 
-def test_logits_and_loss_agree_and_each_token_has_its_own() -> None:
+def test_loss_and_hits_of_each_token_are_those_of_the_logits() -> None:
     model = build(logit_softcap=3.0)
     tokens, labels, positions, documents = packed(LENGTHS)
     logits = model.logits(tokens, positions, documents)
@@ -193,22 +193,22 @@ def test_logits_and_loss_agree_and_each_token_has_its_own() -> None:
 def test_attention_is_an_argument() -> None:
     calls = []
 
-    def attention(q, k, v, **options):
+    def recorded_attention(q, k, v, **options):
         calls.append((q.shape, k.shape, options["mask"].length))
         return attention(q, k, v, **options)
 
     batch = packed([16])
-    torch.testing.assert_close(build(attention)(*batch), build()(*batch), rtol=0, atol=0)
+    torch.testing.assert_close(build(recorded_attention)(*batch), build()(*batch), rtol=0, atol=0)
     assert calls == [((1, 16, 4, 16), (1, 16, 2, 16), 16)] * 2
-    other = build().logits(batch[0], batch[2], attention=attention)
-    assert len(calls) == 4 and torch.equal(other, build().logits(batch[0], batch[2]))
+    logits = build().logits(batch[0], batch[2], attention=recorded_attention)
+    assert len(calls) == 4 and torch.equal(logits, build().logits(batch[0], batch[2]))
 
 
-def test_dropout_depends_on_seeds_alone_and_only_while_training() -> None:
+def test_dropout_depends_on_the_seeds_and_only_while_training() -> None:
     model = build(dropout=0.3)
     batch = packed([40])
-    draw = [model(*batch, torch.tensor([seed]))[0].item() for seed in (1, 1, 2)]
-    assert draw[0] == draw[1] != draw[2]
+    losses = [model(*batch, torch.tensor([seed]))[0].item() for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
     with pytest.raises(ValueError, match=r"seeds=None, but model.dropout=0.3"):
         model(*batch)
     model.eval()
@@ -216,7 +216,7 @@ def test_dropout_depends_on_seeds_alone_and_only_while_training() -> None:
 
 
 @pytest.mark.slow
-def test_layers_compile_to_one_graph_each_and_lengths_do_not_recompile() -> None:
+def test_layers_compile_once_per_window_size_for_all_lengths() -> None:
     torch._dynamo.reset()
     plain, compiled = (build(windows=[8, 0], sinks=True, qk_norm=True, layers=4) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
@@ -227,7 +227,7 @@ def test_layers_compile_to_one_graph_each_and_lengths_do_not_recompile() -> None
         losses = [model(*batch)[0] for model in (plain, compiled)]
         torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
         losses[1].backward()
-    assert counter.frame_count <= 4  # two kinds of windows, each once for one length and once for all
+    assert counter.frame_count <= 4  # two window sizes, each once for one length and once for any
 
 
 @variants
@@ -239,25 +239,23 @@ def test_parameters_are_counted_by_term(variant: str) -> None:
         terms["norms" if kind == "norm" else kind] += weight.numel()
     counted = parameters(model.config)
     assert terms == {name: getattr(counted, name) for name in terms}
-    products = sum(
-        w.numel() for n, w in model.named_parameters() if w.ndim == 2 and "embedding" not in n and n != "head.weight"
-    )
-    assert counted.products == products + model.head.weight.numel()
+    matmuls = sum(w.numel() for n, w in model.named_parameters() if w.ndim == 2 and "embedding" not in n and n != "head.weight")
+    assert counted.matmuls == matmuls + model.head.weight.numel()
 
 
-def test_fresh_weights_depend_on_seed_and_name_alone_and_any_part_can_be_drawn() -> None:
+def test_initial_weights_depend_on_seed_name_and_index_alone() -> None:
     shape = torch.Size((3 * CHUNK // 64, 64))
-    whole = fresh("layers.0.mlp.up.weight", shape, SHAPE, seed=1)
-    assert whole.std().item() == pytest.approx(SHAPE.init_std, rel=1e-2)
+    full = initial_values("layers.0.mlp.up.weight", shape, SHAPE, seed=1)
+    assert full.std().item() == pytest.approx(SHAPE.init_std, rel=1e-2)
     for start, stop in ((0, 5), (CHUNK - 3, CHUNK + 3), (2 * CHUNK + 1, 3 * CHUNK), (7, 7)):
-        assert torch.equal(fresh("layers.0.mlp.up.weight", shape, SHAPE, 1, start, stop), whole[start:stop])
+        assert torch.equal(initial_values("layers.0.mlp.up.weight", shape, SHAPE, 1, start, stop), full[start:stop])
     for name, seed in (("layers.1.mlp.up.weight", 1), ("layers.0.mlp.up.weight", 2)):
-        assert abs(torch.corrcoef(torch.stack([whole, fresh(name, shape, SHAPE, seed)]))[0, 1]) < 0.01
-    residual = fresh("layers.0.mlp.down.weight", shape, SHAPE, seed=1)
+        assert abs(torch.corrcoef(torch.stack([full, initial_values(name, shape, SHAPE, seed)]))[0, 1]) < 0.01
+    residual = initial_values("layers.0.mlp.down.weight", shape, SHAPE, seed=1)
     assert residual.std().item() == pytest.approx(SHAPE.init_std / 2, rel=1e-2)  # √(2 layers)
 
 
-def test_a_model_starts_with_a_loss_of_chance() -> None:
+def test_initial_loss_is_that_of_chance() -> None:
     model = GPT(dataclasses.replace(SHAPE, **GPT2, sinks=True), seed=5)
     assert all(torch.isfinite(weight).all() for weight in model.parameters())
     loss, count = model(*packed([200]))
@@ -277,12 +275,12 @@ def test_a_model_starts_with_a_loss_of_chance() -> None:
         (dict(positions="learned"), "model.max_positions=0"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(changes: dict, message: str) -> None:
+def test_invalid_shape_is_rejected(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPT(dataclasses.replace(SHAPE, **changes))
 
 
-def test_bf16_products_keep_the_loss_and_fp32_gradients() -> None:
+def test_bf16_matmuls_keep_the_loss_and_fp32_gradients() -> None:
     batch = packed(LENGTHS)
     exact, model = build(), build().float()
     with torch.autocast("cpu", torch.bfloat16):

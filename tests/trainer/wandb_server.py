@@ -1,4 +1,4 @@
-"""A stand-in for wandb's server: answers what its client asks, and remembers what it was sent."""
+"""A fake wandb server: answers the client's requests and records the data that it receives."""
 
 import contextlib
 import gzip
@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-ANSWERS: dict[str, dict[str, Any]] = {  # by the name of what is asked
+ANSWERS: dict[str, dict[str, Any]] = {  # by the name of the query
     "Viewer": {"viewer": {"id": "1", "entity": "us", "username": "us", "flags": "{}", "teams": {"edges": []}}},
     "ServerFeaturesQuery": {"serverInfo": {"features": []}},
     "RunResumeStatus": {"model": None},
     "ArtifactType": {"project": {"artifact": None}},
-    "CreateArtifact": {  # of a table: it has it already
+    "CreateArtifact": {  # answers that the artifact of a table exists
         "createArtifact": {
             "artifact": {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
         }
@@ -31,24 +31,24 @@ class Server(ThreadingHTTPServer):
         self.history: dict[int, dict[str, Any]] = {}  # by step
         self.files: set[str] = set()
 
-    def answer(self, asked: str, given: dict[str, Any]) -> dict[str, Any]:
-        if asked == "UpsertBucket":
-            self.runs.add(given["name"])
-            self.configs.append(json.loads(given["config"] or "{}"))
-            project = {"id": "2", "name": given["project"], "entity": {"id": "1", "name": "us"}}
+    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        if query == "UpsertBucket":
+            self.runs.add(variables["name"])
+            self.configs.append(json.loads(variables["config"] or "{}"))
+            project = {"id": "2", "name": variables["project"], "entity": {"id": "1", "name": "us"}}
             run = {
                 "id": "3",
-                "name": given["name"],
+                "name": variables["name"],
                 "displayName": "",
                 "config": "{}",
                 "historyLineCount": 0,
                 "project": project,
             }
             return {"upsertBucket": {"bucket": run, "inserted": True}}
-        if asked == "CreateRunFiles":
-            files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in given["files"]]
+        if query == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "3", "uploadHeaders": [], "files": files}}
-        return ANSWERS.get(asked, {})
+        return ANSWERS.get(query, {})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,25 +58,25 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         text = self._read()
         if self.path == "/graphql":
-            question = json.loads(text)
-            (asked,) = re.findall(r"^\s*(?:query|mutation)\s+(\w+)", question["query"])
-            return self._say({"data": self.server.answer(asked, question.get("variables") or {})})
+            request = json.loads(text)
+            (name,) = re.findall(r"^\s*(?:query|mutation)\s+(\w+)", request["query"])
+            return self._send({"data": self.server.answer(name, request.get("variables") or {})})
         if self.path.endswith("/file_stream"):
-            sent = json.loads(text).get("files", {}).get("wandb-history.jsonl", {"content": []})
-            for line in map(json.loads, sent["content"]):
+            history = json.loads(text).get("files", {}).get("wandb-history.jsonl", {"content": []})
+            for line in map(json.loads, history["content"]):
                 self.server.history.setdefault(line["_step"], {}).update(line)
-        self._say({})
+        self._send({})
 
     def do_PUT(self) -> None:
         self._read()
         self.server.files.add(self.path.removeprefix("/put/"))
-        self._say({})
+        self._send({})
 
     def _read(self) -> bytes:
         text = self.rfile.read(int(self.headers.get("content-length") or 0))
         return gzip.decompress(text) if self.headers.get("content-encoding") == "gzip" else text
 
-    def _say(self, answer: dict[str, Any]) -> None:
+    def _send(self, answer: dict[str, Any]) -> None:
         text = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(text)))
@@ -84,11 +84,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *_: Any) -> None:
-        """To nobody."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[Server]:
+    """Serve in a thread."""
     with Server() as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield server

@@ -1,1 +1,1 @@
-"""Checkpoints, run folders, safetensors and Hugging Face weights."""
+"""Checkpoints, run folders, the safetensors format and Hugging Face weights."""

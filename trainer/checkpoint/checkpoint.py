@@ -1,15 +1,15 @@
-"""Checkpoints that know no world size, ring or ZeRO stage, and that no kill can damage.
+"""Checkpoints that do not depend on world size, ring or ZeRO stage, and that a kill cannot damage.
 
     <run>/checkpoints/step-00000120/
-        weights-00003.safetensors     fp32 weights by parameter name, as many files as ranks wrote
-        moments-00003.safetensors     the optimizer's averages, <name>#exp_avg and so on
-        state.json                    step, samples seen, run id, random state, and the model's config
-        manifest.json                 every file with its size and SHA-256
+        weights-00003.safetensors     fp32 weights by parameter name, one file per rank that wrote
+        moments-00003.safetensors     optimizer moments, <name>#exp_avg and so on
+        state.json                    step, samples read, run id, random state, and the model's config
+        manifest.json                 size and SHA-256 of every file
 
-Every rank writes its share into step-N.tmp, behind the reading of the next tensors, and flushes it to the disk; rank 0 then
-writes the manifest and renames the folder. The rename is the commit: a folder without .tmp is whole, and the newest whole one
-is the checkpoint. There is no pointer file that could point at something else. What a start does not go on from, because it is
-damaged or of a trajectory that was left, is renamed to step-N.bad. Nothing is pickled. All ranks have to see one file system.
+Each rank writes its share into step-N.tmp in a thread, overlapped with reading the next tensors, and flushes it to disk. Rank 0
+then writes the manifest and renames the folder. The rename is the commit: a folder without .tmp is complete, and the newest
+complete folder is the checkpoint. There is no pointer file. A start renames checkpoints that it does not continue, because they
+are damaged or belong to another trajectory, to step-N.bad. Nothing is pickled. All ranks must see one file system.
 """
 
 import base64
@@ -36,124 +36,137 @@ from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 
 NAME = re.compile(r"step-(\d{8})$")
-AHEAD = 2**31  # bytes of tensors that may wait for a rank's disk; one that is larger waits alone
+MAX_PENDING = 2**31  # bytes of tensors that wait for a rank's disk; a larger tensor waits alone
 
 
 @dataclass
 class Position:
-    """Where a run stands, apart from its weights."""
+    """Progress of a run."""
 
-    step: int = 0  # done
-    applied: int = 0  # of these, those that moved the weights
-    samples: int = 0  # the next sample's number
+    step: int = 0  # completed steps
+    applied: int = 0  # completed steps that updated the weights; the others had non-finite gradients
+    samples: int = 0  # number of the next sample
     tokens: int = 0
     run_id: str = ""
 
 
 def save(
-    folder: Path, engine: Engine, position: Position, config: dict[str, Any], ranks: DistributedContext, options: Options
+    folder: Path, engine: Engine, position: Position, config: dict[str, Any], distributed: DistributedContext, options: Options
 ) -> str:
-    """Writes step-N; returns what went wrong, on all ranks alike, or nothing. What was there before stays whole."""
+    """Write the checkpoint of a step. All ranks call this together. Earlier checkpoints stay intact if it fails.
+
+    Args:
+        folder: folder of the run's checkpoints.
+        engine: holds weights and moments.
+        position: progress of the run; position.step names the checkpoint.
+        config: the model's config, for state.json.
+        distributed: this rank's place in the job.
+        options: which checkpoints to keep.
+    Returns:
+        The problem, the same text on all ranks; "" on success.
+    """
     final = folder / f"step-{position.step:08d}"
     tmp = final.with_name(final.name + ".tmp")
     problem = ""
-    if ranks.rank == 0:
+    if distributed.rank == 0:
         try:
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir(parents=True)
         except OSError as error:
-            problem = _say(error)
-    problem = ranks.first(problem)
+            problem = _describe(error)
+    problem = distributed.broadcast(problem)
     if problem:
         return problem
-    share, problem = _write_share(tmp, engine, ranks)
-    gathered = ranks.gather((problem, share))
+    share, problem = _write_share(tmp, engine, distributed)
+    gathered = distributed.gather((problem, share))
     problem = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text)
-    if ranks.rank == 0 and not problem:
+    if distributed.rank == 0 and not problem:
         try:
-            files = {name: entry for _, part in gathered for name, entry in part.items()}
+            files = {name: entry for _, share in gathered for name, entry in share.items()}
             state = dict(vars(position), model=config, random=_random_state())
             files |= _write_json(tmp / "state.json", state)
             _write_json(tmp / "manifest.json", dict(format=1, files=files))
             _sync_folder(tmp)
-            if final.exists():  # of another trajectory, or damaged: what a run holds now is what counts
+            if final.exists():  # damaged, or of another trajectory
                 _set_aside(final)
             os.rename(tmp, final)
             _sync_folder(folder)
             _prune(folder, options)
         except OSError as error:
-            problem = _say(error)
-    problem = ranks.first(problem)
-    if problem and ranks.rank == 0:
+            problem = _describe(error)
+    problem = distributed.broadcast(problem)
+    if problem and distributed.rank == 0:
         shutil.rmtree(tmp, ignore_errors=True)
     return problem
 
 
-def _write_share(tmp: Path, engine: Engine, ranks: DistributedContext) -> tuple[dict[str, Any], str]:
-    """This rank's tensors: those of every weight that fall to it, so that all write about as much, and at the same time."""
-    owner = _owners(engine, ranks.world)
-    mine = [name for name in engine.names if owner[name] == ranks.rank]
-    shapes = {name: (torch.float32, engine.shape(name)) for name in mine}
-    moments = {f"{name}#{key}": shapes[name] for name in mine for key in engine.moments(name)}
+def _write_share(tmp: Path, engine: Engine, distributed: DistributedContext) -> tuple[dict[str, Any], str]:
+    """Write the weights that this rank owns, with their moments; return its files and the problem."""
+    owner = _assign_owners(engine, distributed.world)
+    owned = [name for name in engine.names if owner[name] == distributed.rank]
+    shapes = {name: (torch.float32, engine.shape(name)) for name in owned}
+    moments = {f"{name}#{key}": shapes[name] for name in owned for key in engine.moments(name)}
     files: dict[str, Any] = {}
     writers: dict[str, Writer] = {}
     problem = ""
     try:
         for kind, entries in (("weights", shapes), ("moments", moments)):
-            writers[kind] = Writer(tmp / f"{kind}-{ranks.rank:05d}.safetensors", entries, {})
+            writers[kind] = Writer(tmp / f"{kind}-{distributed.rank:05d}.safetensors", entries, {})
     except OSError as error:
-        problem = _say(error)
-    behind = _Behind()
+        problem = _describe(error)
+    background = _BackgroundWriter()
     for name in engine.names:
-        values = engine.read(name)  # a collective: a rank whose disk is full still takes part
-        if owner[name] != ranks.rank or problem:
+        values = engine.read(name)  # a collective: a rank with a full disk still takes part
+        if owner[name] != distributed.rank or problem:
             continue
         try:
-            behind.add(writers["weights"], values["weight"])
+            background.add(writers["weights"], values["weight"])
             for key in engine.moments(name):
-                behind.add(writers["moments"], values[key])
+                background.add(writers["moments"], values[key])
         except OSError as error:
-            problem = _say(error)
+            problem = _describe(error)
     try:
-        behind.close()
+        background.close()
     except OSError as error:
-        problem = problem or _say(error)
+        problem = problem or _describe(error)
     try:
         for kind, writer in writers.items():
             if problem:
                 writer.abandon()
                 continue
             writer.close()
-            files[f"{kind}-{ranks.rank:05d}.safetensors"] = dict(size=writer.size, sha256=writer.digest)
+            files[f"{kind}-{distributed.rank:05d}.safetensors"] = dict(size=writer.size, sha256=writer.digest)
     except OSError as error:
-        problem = _say(error)
+        problem = _describe(error)
     return files, problem
 
 
-class _Behind:
-    """Hashes and writes in a thread, in the order given: all ranks wait for a tensor's reading, and none for another's disk."""
+class _BackgroundWriter:
+    """Hashes and writes tensors in order, in a thread: ranks wait for each other to read a tensor, but not for a slow disk."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._given: deque[tuple[int, Future[None]]] = deque()  # bytes of each tensor, and its writing
+        self._pending: deque[tuple[int, Future[None]]] = deque()  # (bytes, write) of each tensor
 
     def add(self, writer: Writer, tensor: Tensor) -> None:
-        """Waits for room; raises what went wrong with an earlier tensor."""
-        while self._given and (self._given[0][1].done() or sum(size for size, _ in self._given) + tensor.nbytes > AHEAD):
-            self._given.popleft()[1].result()
-        self._given.append((tensor.nbytes, self._thread.submit(writer.add, tensor.cpu())))
+        """Enqueue a tensor; wait while MAX_PENDING bytes are pending. Raise the error of an earlier write."""
+        while self._pending and (
+            self._pending[0][1].done() or sum(size for size, _ in self._pending) + tensor.nbytes > MAX_PENDING
+        ):
+            self._pending.popleft()[1].result()
+        self._pending.append((tensor.nbytes, self._thread.submit(writer.add, tensor.cpu())))
 
     def close(self) -> None:
-        """All is in the files when this returns. If not, it raises why, and nobody writes any more."""
+        """Wait until all tensors are written, or raise the first error. The thread has ended on return."""
         try:
-            for _, writing in self._given:
-                writing.result()
+            for _, write in self._pending:
+                write.result()
         finally:
             self._thread.shutdown(cancel_futures=True)
 
 
-def _owners(engine: Engine, world: int) -> dict[str, int]:
-    """Largest first, always to the rank that has least."""
+def _assign_owners(engine: Engine, world: int) -> dict[str, int]:
+    """Assign weights to ranks, largest first, each to the rank with the smallest load."""
     load = [0] * world
     owner = {}
     for name in sorted(engine.names, key=lambda name: (-int(np.prod(engine.shape(name))), name)):
@@ -163,64 +176,86 @@ def _owners(engine: Engine, world: int) -> dict[str, int]:
 
 
 class Reader:
-    """A checkpoint's tensors, any part of any, without reading the rest."""
+    """Reads any part of any tensor of a checkpoint, without reading the rest.
+
+    Args:
+        folder: a folder step-N.
+    Raises:
+        OSError, ValueError: state.json or a tensor file is missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         self.files = [File(path) for path in sorted(folder.glob("*.safetensors"))]
-        self.where = {name: file for file in self.files for name in file}
+        self.file_of = {name: file for file in self.files for name in file}
 
     @property
     def position(self) -> Position:
+        """Progress of the run at this checkpoint."""
         return Position(**{name: self.state[name] for name in Position.__dataclass_fields__})
 
     @property
     def names(self) -> list[str]:
-        return [name for name in self.where if "#" not in name]
+        """Names of the weights, without moments."""
+        return [name for name in self.file_of if "#" not in name]
 
     def weight(self, name: str) -> Tensor:
-        return self.where[name][name]
+        """Return a weight in fp32, mapped from the file."""
+        return self.file_of[name][name]
 
     def values(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """What the engine asks for: part of a weight or of a moment, flat."""
+        """Return elements start … stop − 1 of a flattened weight (key "weight") or moment (such as "exp_avg")."""
         full = name if key == "weight" else f"{name}#{key}"
-        return self.where[full][full].reshape(-1)[start:stop]
+        return self.file_of[full][full].reshape(-1)[start:stop]
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> None:
-        """That this is a checkpoint of such a model and optimizer."""
-        found = {name: self.where[name].shape(name) for name in self.names}
+    def validate(self, shapes: Mapping[str, tuple[int, ...]], optimizer: str) -> None:
+        """Raise a ValueError if this checkpoint is of another model or optimizer.
+
+        Args:
+            shapes: shape of each weight of the run's model.
+            optimizer: the run's optim.kind.
+        """
+        saved = {name: self.file_of[name].shape(name) for name in self.names}
         for name, shape in shapes.items():
-            if name not in found:
+            if name not in saved:
                 raise ValueError(f"{self.folder} has no weight {name}: it is of another model; give the run another name")
-            if found[name] != tuple(shape):
+            if saved[name] != tuple(shape):
                 raise ValueError(
-                    f"{self.folder}: {name} is {found[name]} there and {tuple(shape)} in this run's model: "
-                    "give the model as it was, or the run another name"
+                    f"{self.folder}: {name} has shape {saved[name]}, but {tuple(shape)} in this run's model: "
+                    "use the model of the checkpoint, or give the run another name"
                 )
-        if extra := set(found) - set(shapes):
-            raise ValueError(f"{self.folder} has a weight {min(extra)}, which this run's model has not")
-        moments = {name.partition("#")[2] for name in self.where} - {""}
+        if extra := set(saved) - set(shapes):
+            raise ValueError(
+                f"{self.folder} has a weight {min(extra)}, which this run's model lacks: "
+                "use the model of the checkpoint, or give the run another name"
+            )
+        moments = {name.partition("#")[2] for name in self.file_of} - {""}
         if self.position.applied and (("momentum_buffer" in moments) != (optimizer == "muon")):
             raise ValueError(
-                f"{self.folder} was made with another optimizer than optim.kind={optimizer}: keep it, or start afresh"
+                f"{self.folder} was made with another optimizer than optim.kind={optimizer}: keep that one, or start anew"
             )
 
     def restore_random(self) -> None:
+        """Restore the random state of torch and of Python."""
         state = self.state["random"]
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
 
 
-def newest(folder: Path, ranks: DistributedContext) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with the newer ones. The ranks share the hashing."""
-    for stale in folder.glob("step-*.tmp") if ranks.rank == 0 else []:
+def find_newest(folder: Path, distributed: DistributedContext) -> tuple[Path | None, list[str]]:
+    """Find the newest valid checkpoint. All ranks call this together and share the hashing.
+
+    Returns:
+        The checkpoint's folder, or None; and a line per newer checkpoint that is damaged.
+    """
+    for stale in folder.glob("step-*.tmp") if distributed.rank == 0 else []:
         shutil.rmtree(stale, ignore_errors=True)
     names = sorted((path.name for path in folder.glob("step-*") if NAME.search(path.name)), reverse=True)
     damaged: list[str] = []
-    for name in ranks.first(names):
-        problems = verify(folder / name, ranks)
+    for name in distributed.broadcast(names):
+        problems = verify(folder / name, distributed)
         if not problems:
             return folder / name, damaged
         damaged.append(f"{name} is damaged: {'; '.join(problems)}")
@@ -228,9 +263,13 @@ def newest(folder: Path, ranks: DistributedContext) -> tuple[Path | None, list[s
 
 
 def set_aside(folder: Path, start: Path | None) -> list[str]:
-    """On rank 0: renames the checkpoints that are newer than the start, all of them if it is none of these; their names.
+    """Rename the checkpoints newer than the start to step-N.bad, so that pruning and the next start ignore them. Rank 0 only.
 
-    Otherwise they would be counted by the pruning, and be the newest again after the next kill.
+    Args:
+        folder: folder of the run's checkpoints.
+        start: the checkpoint that the run starts from; if it is not in `folder`, all checkpoints are renamed.
+    Returns:
+        The old names of the renamed checkpoints.
     """
     names = sorted(path.name for path in folder.glob("step-*") if NAME.search(path.name))
     newer = [name for name in names if start is None or start.parent != folder or name > start.name]
@@ -240,21 +279,28 @@ def set_aside(folder: Path, start: Path | None) -> list[str]:
 
 
 def _set_aside(path: Path) -> None:
-    away = path.with_name(path.name + ".bad")
-    shutil.rmtree(away, ignore_errors=True)
-    os.rename(path, away)
+    bad = path.with_name(path.name + ".bad")
+    shutil.rmtree(bad, ignore_errors=True)
+    os.rename(path, bad)
 
 
-def verify(path: Path, ranks: DistributedContext) -> list[str]:
-    """What is wrong with a checkpoint: each file that is missing, cut short, changed or cannot be read."""
+def verify(path: Path, distributed: DistributedContext) -> list[str]:
+    """Return the problems of a checkpoint: files that are missing, truncated, changed or unreadable.
+
+    All ranks call this together, and each hashes its share of the files.
+    """
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
-        mine = [text for name in sorted(files)[ranks.rank :: ranks.world] if (text := _verify_file(path / name, files[name]))]
+        problems = [
+            text
+            for name in sorted(files)[distributed.rank :: distributed.world]
+            if (text := _verify_file(path / name, files[name]))
+        ]
     except OSError as error:
-        mine = [_unread("manifest.json", error)]
+        problems = [_unreadable("manifest.json", error)]
     except (ValueError, KeyError, TypeError):
-        mine = ["manifest.json is not readable"]
-    return sorted({text for part in ranks.gather(mine) for text in part})
+        problems = ["manifest.json is not readable"]
+    return sorted({text for texts in distributed.gather(problems) for text in texts})
 
 
 def _verify_file(path: Path, entry: dict[str, Any]) -> str:
@@ -268,11 +314,11 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> str:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                 return f"{path.name} has changed since it was written (its SHA-256 differs)"
     except OSError as error:
-        return _unread(path.name, error)
+        return _unreadable(path.name, error)
     return ""
 
 
-def _unread(name: str, error: OSError) -> str:
+def _unreadable(name: str, error: OSError) -> str:
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read: {error.strerror or error}"
 
 
@@ -301,9 +347,9 @@ def _sync_folder(path: Path) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """Nothing in a run draws from these, but an extension might."""
+    """State of the global generators. The trainer draws nothing from them, but an extension might."""
     return dict(torch=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(), python=random.getstate())
 
 
-def _say(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     return f"{error.strerror or error} ({Path(error.filename).name if error.filename else 'while writing'})"

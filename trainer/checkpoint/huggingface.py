@@ -1,11 +1,11 @@
-"""Hugging Face's weights in and out: folders of safetensors and a config.json, of Llama, Qwen3 and GPT-2.
+"""Reads and writes Hugging Face weights of Llama, Qwen3 and GPT-2: folders of safetensors and a config.json.
 
-    init_from=Llama-3.2-1B                                        a run starts from such a folder
+    init_from=Llama-3.2-1B                                a run starts from such a folder
     ringspan export checkpoint=runs/my-run to=my-model    writes one, which transformers loads
 
-Weights are read by memory map, one tensor at a time and only as much of it as is asked for, from one file or from the shards
-that an index names. GPT-2 keeps q, k and v in one matrix and every matrix transposed; otherwise only the names differ, since
-our rotary pairs are halves as theirs are.
+Weights are read by memory map, one tensor at a time and only the requested elements, from one file or from the shards of an
+index. GPT-2 keeps q, k and v in one matrix and every matrix transposed. In the other families only the names differ: the rotary
+pairs are halves in both formats.
 """
 
 import dataclasses
@@ -22,57 +22,58 @@ from ringspan.trainer.checkpoint.safetensors import File, write
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.planning.flops import head_dim, window
 
-SHARD = 4 * 2**30  # bytes of a file that is written
+SHARD = 4 * 2**30  # maximum bytes of an exported file
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where one of our weights is in their file: rows [begin, end) of a tensor, transposed first if it is kept so."""
+    """Location of a weight in a Hugging Face folder: rows [begin, end) of a tensor, after transposing it if `transposed`."""
 
     name: str
     transposed: bool = False
     rows: tuple[int, int] | None = None
 
 
-def places(model: Model, family: str) -> dict[str, TensorLocation]:
-    """Their place of each of our weights."""
-    found: dict[str, TensorLocation] = {}
+def tensor_locations(model: Model, family: str) -> dict[str, TensorLocation]:
+    """Return the location of each weight of a model, by parameter name."""
+    locations: dict[str, TensorLocation] = {}
     if family == "gpt2":
-        found |= {"embedding.weight": TensorLocation("wte.weight"), "position_embedding.weight": TensorLocation("wpe.weight")}
-        found |= {f"norm.{part}": TensorLocation(f"ln_f.{part}") for part in ("weight", "bias")}
+        locations |= {
+            "embedding.weight": TensorLocation("wte.weight"),
+            "position_embedding.weight": TensorLocation("wpe.weight"),
+        }
+        locations |= {f"norm.{kind}": TensorLocation(f"ln_f.{kind}") for kind in ("weight", "bias")}
         for i in range(model.layers):
-            for part in ("weight", "bias"):
-                matrix = part == "weight"
+            for kind in ("weight", "bias"):
+                matrix = kind == "weight"
                 for j, name in enumerate("qkv"):
                     rows = (j * model.dim, (j + 1) * model.dim)
-                    found[f"layers.{i}.attention.{name}.{part}"] = TensorLocation(f"h.{i}.attn.c_attn.{part}", matrix, rows)
-                found[f"layers.{i}.attention.o.{part}"] = TensorLocation(f"h.{i}.attn.c_proj.{part}", matrix)
-                found[f"layers.{i}.mlp.up.{part}"] = TensorLocation(f"h.{i}.mlp.c_fc.{part}", matrix)
-                found[f"layers.{i}.mlp.down.{part}"] = TensorLocation(f"h.{i}.mlp.c_proj.{part}", matrix)
-                found[f"layers.{i}.attention_norm.{part}"] = TensorLocation(f"h.{i}.ln_1.{part}")
-                found[f"layers.{i}.mlp_norm.{part}"] = TensorLocation(f"h.{i}.ln_2.{part}")
-        return found
-    found |= {
-        "embedding.weight": TensorLocation("model.embed_tokens.weight"),
-        "norm.weight": TensorLocation("model.norm.weight"),
-    }
+                    locations[f"layers.{i}.attention.{name}.{kind}"] = TensorLocation(f"h.{i}.attn.c_attn.{kind}", matrix, rows)
+                locations[f"layers.{i}.attention.o.{kind}"] = TensorLocation(f"h.{i}.attn.c_proj.{kind}", matrix)
+                locations[f"layers.{i}.mlp.up.{kind}"] = TensorLocation(f"h.{i}.mlp.c_fc.{kind}", matrix)
+                locations[f"layers.{i}.mlp.down.{kind}"] = TensorLocation(f"h.{i}.mlp.c_proj.{kind}", matrix)
+                locations[f"layers.{i}.attention_norm.{kind}"] = TensorLocation(f"h.{i}.ln_1.{kind}")
+                locations[f"layers.{i}.mlp_norm.{kind}"] = TensorLocation(f"h.{i}.ln_2.{kind}")
+        return locations
+    locations["embedding.weight"] = TensorLocation("model.embed_tokens.weight")
+    locations["norm.weight"] = TensorLocation("model.norm.weight")
     if not model.tied:
-        found["head.weight"] = TensorLocation("lm_head.weight")
+        locations["head.weight"] = TensorLocation("lm_head.weight")
     for i in range(model.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        found[f"{ours}.attention_norm.weight"] = TensorLocation(f"{theirs}.input_layernorm.weight")
-        found[f"{ours}.mlp_norm.weight"] = TensorLocation(f"{theirs}.post_attention_layernorm.weight")
+        locations[f"{ours}.attention_norm.weight"] = TensorLocation(f"{theirs}.input_layernorm.weight")
+        locations[f"{ours}.mlp_norm.weight"] = TensorLocation(f"{theirs}.post_attention_layernorm.weight")
         for name in "qkvo":
-            found[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}_proj.weight")
+            locations[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}_proj.weight")
         for name in ("gate", "up", "down"):
-            found[f"{ours}.mlp.{name}.weight"] = TensorLocation(f"{theirs}.mlp.{name}_proj.weight")
+            locations[f"{ours}.mlp.{name}.weight"] = TensorLocation(f"{theirs}.mlp.{name}_proj.weight")
         for name in ("q_norm", "k_norm") if model.qk_norm else ():
-            found[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}.weight")
-    return found
+            locations[f"{ours}.attention.{name}.weight"] = TensorLocation(f"{theirs}.self_attn.{name}.weight")
+    return locations
 
 
-class Folder:
-    """The tensors of a folder by name, whichever of its files they are in."""
+class TensorFolder:
+    """The tensors of a folder by name, in one file or in the shards of an index."""
 
     def __init__(self, path: Path) -> None:
         index = path / "model.safetensors.index.json"
@@ -80,7 +81,7 @@ class Folder:
         missing = [name for name in names if not (path / name).exists()]
         if missing:
             raise ValueError(
-                f"{path} lacks {', '.join(missing)}: weights are read from safetensors, whole or in shards with an index"
+                f"{path} lacks {', '.join(missing)}: give a folder with model.safetensors, or with all shards and their index"
             )
         self.files = {name: file for file in map(File, (path / name for name in names)) for name in file}
 
@@ -92,37 +93,43 @@ class Folder:
         return self.files[full][full]
 
     def _full(self, name: str) -> str:
-        """GPT-2's own files leave out the prefix that transformers writes."""
+        """Add the prefix that transformers writes for GPT-2, and that OpenAI's files lack."""
         return name if name in self.files else f"transformer.{name}"
 
 
-def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int], Tensor]:
-    """What fills a model from this folder: (our name, "weight", start, stop) → those elements, flat and in fp32.
+def weight_reader(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int], Tensor]:
+    """Return a function that reads the weights of a model from a folder.
 
-    A folder whose shape is not the model's is refused at once, with every difference named.
+    Args:
+        path: a Hugging Face folder.
+        model, rope: the run's model, which must have the shape of the folder's.
+    Returns:
+        read(name, "weight", start, stop): elements start … stop − 1 of a flattened weight, in fp32.
+    Raises:
+        ValueError: the folder holds another model (the message lists every difference) or lacks tensors.
     """
-    family, theirs, their_rope = read_config(path)
-    differ = [
-        f"model.{name}={getattr(model, name)} (there {getattr(theirs, name)})"
-        for name in _compared(model, theirs)
-        if getattr(model, name) != getattr(theirs, name)
+    family, saved, saved_rope = read_config(path)
+    differences = [
+        f"model.{name}={getattr(model, name)} (there {getattr(saved, name)})"
+        for name in _compared_fields(model, saved)
+        if getattr(model, name) != getattr(saved, name)
     ]
-    if model.positions == "rope" and rope.base != their_rope.base:
-        differ.append(f"rope.base={rope.base:g} (there {their_rope.base:g})")
-    if differ:
-        raise ValueError(f"init_from={str(path)!r} holds another model than this run's: {', '.join(differ)}")
-    folder, where = Folder(path), places(model, family)
-    missing = sorted({place.name for place in where.values() if place.name not in folder})
+    if model.positions == "rope" and rope.base != saved_rope.base:
+        differences.append(f"rope.base={rope.base:g} (there {saved_rope.base:g})")
+    if differences:
+        raise ValueError(f"init_from={str(path)!r} holds another model than this run's: {', '.join(differences)}")
+    folder, locations = TensorFolder(path), tensor_locations(model, family)
+    missing = sorted({location.name for location in locations.values() if location.name not in folder})
     if missing:
         raise ValueError(
             f"init_from={str(path)!r} lacks the tensors {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}"
         )
 
     def read(name: str, key: str, start: int, stop: int) -> Tensor:
-        place = where[name]
-        tensor = folder[place.name]
-        tensor = tensor.T if place.transposed else tensor
-        tensor = tensor if place.rows is None else tensor[place.rows[0] : place.rows[1]]
+        location = locations[name]
+        tensor = folder[location.name]
+        tensor = tensor.T if location.transposed else tensor
+        tensor = tensor if location.rows is None else tensor[location.rows[0] : location.rows[1]]
         if tensor.is_contiguous():
             return tensor.reshape(-1)[start:stop].float()
         width = tensor[0].numel()  # only the rows that hold these elements are copied
@@ -133,22 +140,22 @@ def values(path: Path, model: Model, rope: Rope) -> Callable[[str, str, int, int
     return read
 
 
-def scaled_otherwise(path: Path, rope: Rope) -> str:
-    """What to say where positions are not scaled as this folder's: meant for a longer context, a mistake without one."""
-    theirs = read_config(path)[2]
-    used = [name for kind in (rope.kind, theirs.kind) for name in USED.get(kind, ["factor"])]  # ntk, which they do not have
-    pairs = [(name, getattr(rope, name), getattr(theirs, name)) for name in dict.fromkeys(["kind", *used])]
-    differ = ", ".join(f"rope.{name}={ours} (there {there})" for name, ours, there in pairs if ours != there)
-    if not differ:
+def rope_difference(path: Path, rope: Rope) -> str:
+    """Return a warning if the run scales positions differently from the folder's model, as for a longer context; else ""."""
+    saved = read_config(path)[2]
+    names = [name for kind in (rope.kind, saved.kind) for name in ROPE_OPTIONS.get(kind, ["factor"])]  # transformers has no ntk
+    pairs = [(name, getattr(rope, name), getattr(saved, name)) for name in dict.fromkeys(["kind", *names])]
+    differences = ", ".join(f"rope.{name}={value} (there {other})" for name, value, other in pairs if value != other)
+    if not differences:
         return ""
-    return f"init_from={str(path)!r}: positions are scaled otherwise than there, as a longer context wants it: {differ}"
+    return f"init_from={str(path)!r}: positions are scaled otherwise than there, as a longer context needs: {differences}"
 
 
 class HFConfig(dict[str, Any]):
-    """A config.json, which tells what it lacks."""
+    """A config.json; a missing key raises a ValueError that names key and folder."""
 
-    def __init__(self, *given: Any, path: Path) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any, path: Path) -> None:
+        super().__init__(*args)
         self.path = path
 
     def __missing__(self, key: str) -> Any:
@@ -156,57 +163,65 @@ class HFConfig(dict[str, Any]):
 
 
 def read_config(path: Path) -> tuple[str, Model, Rope]:
-    """The family, shape and rotary positions that a folder's config.json describes."""
+    """Read a folder's config.json.
+
+    Returns:
+        (family, model, rope), with family "llama", "qwen3" or "gpt2".
+    Raises:
+        ValueError: config.json is missing, or describes an unsupported model; the message names the key.
+    """
     try:
-        given = HFConfig(json.loads((path / "config.json").read_text()), path=path)
+        config = HFConfig(json.loads((path / "config.json").read_text()), path=path)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
-    family = given.get("model_type")
+    family = config.get("model_type")
     if family == "gpt2":
-        dim = given["n_embd"]
+        dim = config["n_embd"]
         model = Model(
             name=path.name,
-            vocabulary=given["vocab_size"],
-            layers=given["n_layer"],
+            vocabulary=config["vocab_size"],
+            layers=config["n_layer"],
             dim=dim,
-            heads=given["n_head"],
-            kv_heads=given["n_head"],
-            mlp_dim=given.get("n_inner") or 4 * dim,
+            heads=config["n_head"],
+            kv_heads=config["n_head"],
+            mlp_dim=config.get("n_inner") or 4 * dim,
             norm="layernorm",
-            norm_eps=given.get("layer_norm_epsilon", 1e-5),
+            norm_eps=config.get("layer_norm_epsilon", 1e-5),
             positions="learned",
-            max_positions=given["n_positions"],
+            max_positions=config["n_positions"],
             activation="gelu",
             bias=True,
-            tied=given.get("tie_word_embeddings", True),
+            tied=config.get("tie_word_embeddings", True),
         )
-        _supported(path, given, activation_function=("gelu_new", "gelu_pytorch_tanh"), tie_word_embeddings=(True,))
-        _supported(path, given, scale_attn_by_inverse_layer_idx=(False,), scale_attn_weights=(True,))
+        _validate(path, config, activation_function=("gelu_new", "gelu_pytorch_tanh"), tie_word_embeddings=(True,))
+        _validate(path, config, scale_attn_by_inverse_layer_idx=(False,), scale_attn_weights=(True,))
         return family, model, Rope()
     if family not in ("llama", "qwen3"):
-        raise ValueError(f"init_from={str(path)!r} is a model of type {family}: llama, qwen3 and gpt2 can be read")
-    _supported(path, given, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,))
-    if set(given.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(f"init_from={str(path)!r} has layers of types {given['layer_types']}; only full_attention can be read")
+        raise ValueError(f"init_from={str(path)!r} is a model of type {family}: llama, qwen3 and gpt2 are supported")
+    _validate(path, config, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,))
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(
+            f"init_from={str(path)!r} has layers of types {config['layer_types']}; only full_attention is supported"
+        )
     model = Model(
         name=path.name,
-        vocabulary=given["vocab_size"],
-        layers=given["num_hidden_layers"],
-        dim=given["hidden_size"],
-        heads=given["num_attention_heads"],
-        kv_heads=given.get("num_key_value_heads") or given["num_attention_heads"],
-        head_dim=given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"],
-        mlp_dim=given["intermediate_size"],
-        norm_eps=given["rms_norm_eps"],
+        vocabulary=config["vocab_size"],
+        layers=config["num_hidden_layers"],
+        dim=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        mlp_dim=config["intermediate_size"],
+        norm_eps=config["rms_norm_eps"],
         qk_norm=family == "qwen3",
-        tied=given.get("tie_word_embeddings", False),
+        tied=config.get("tie_word_embeddings", False),
     )
-    # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
-    scaling = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    return family, model, _read_rope(path, scaling, given)
+    # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return family, model, _read_rope(path, scaling, config)
 
 
-ROPE_NAMES = {
+ROPE_NAMES = {  # option of the group rope: key of config.json
     "factor": "factor",
     "original_length": "original_max_position_embeddings",
     "beta_fast": "beta_fast",
@@ -215,7 +230,7 @@ ROPE_NAMES = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
 }
-USED = {
+ROPE_OPTIONS = {  # rope.kind: options it uses
     "base": [],
     "linear": ["factor"],
     "yarn": ["factor", "original_length", "beta_fast", "beta_slow", "attention_factor"],
@@ -223,33 +238,33 @@ USED = {
 }
 
 
-def _read_rope(path: Path, scaling: Mapping[str, Any], given: Mapping[str, Any]) -> Rope:
+def _read_rope(path: Path, scaling: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "base" if kind == "default" else kind
-    if kind not in USED:
+    if kind not in ROPE_OPTIONS:
         raise ValueError(
-            f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are read"
+            f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are supported"
         )
     known = {*ROPE_NAMES.values(), "rope_type", "type", "rope_theta"}
-    plain = {"partial_rotary_factor": 1.0, "truncate": True}
-    strange = {name: x for name, x in scaling.items() if name not in known and x is not None and plain.get(name) != x}
-    if strange:
-        raise ValueError(f"init_from={str(path)!r} has rotary options that are not read: {strange}")
-    base = scaling.get("rope_theta", given.get("rope_theta", 10_000.0))
-    options = {ours: scaling[ROPE_NAMES[ours]] for ours in USED[kind] if scaling.get(ROPE_NAMES[ours]) is not None}
+    neutral = {"partial_rotary_factor": 1.0, "truncate": True}
+    unsupported = {name: x for name, x in scaling.items() if name not in known and x is not None and neutral.get(name) != x}
+    if unsupported:
+        raise ValueError(f"init_from={str(path)!r} has rotary options that are not supported: {unsupported}")
+    base = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
+    options = {name: scaling[ROPE_NAMES[name]] for name in ROPE_OPTIONS[kind] if scaling.get(ROPE_NAMES[name]) is not None}
     if kind == "yarn":
-        options.setdefault("original_length", given.get("max_position_embeddings"))
+        options.setdefault("original_length", config.get("max_position_embeddings"))
     return Rope(kind=kind, base=float(base), **options)
 
 
 def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None, dtype: torch.dtype) -> str:
-    """A config.json for the family that this model belongs to, which is returned."""
+    """Write a config.json, and return the family that this model belongs to."""
     family = family_of(model, rope)
-    # An eos_token_id that is null is none; left out, a Llama's would be 2.
+    # null means no end token; without the key transformers assumes 2 for a Llama.
     common = dict(model_type=family, vocab_size=model.vocabulary, tie_word_embeddings=model.tied, eos_token_id=end)
-    common["torch_dtype"] = str(dtype).removeprefix("torch.")  # what it is loaded as
+    common["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers loads the weights in it
     if family == "gpt2":
-        given = common | dict(
+        config = common | dict(
             architectures=["GPT2LMHeadModel"],
             n_embd=model.dim,
             n_layer=model.layers,
@@ -260,11 +275,11 @@ def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | N
             activation_function="gelu_new",
         )
     else:
-        scaling: dict[str, Any] = {ROPE_NAMES[ours]: getattr(rope, ours) for ours in USED[rope.kind]}
+        scaling: dict[str, Any] = {ROPE_NAMES[name]: getattr(rope, name) for name in ROPE_OPTIONS[rope.kind]}
         if not scaling.get("attention_factor", 1):
             del scaling["attention_factor"]
         scaling |= dict(rope_type="default" if rope.kind == "base" else rope.kind, rope_theta=rope.base)
-        given = common | dict(
+        config = common | dict(
             architectures=["LlamaForCausalLM" if family == "llama" else "Qwen3ForCausalLM"],
             hidden_size=model.dim,
             num_hidden_layers=model.layers,
@@ -279,17 +294,17 @@ def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | N
             rope_parameters=scaling,
         )
         if rope.kind != "base":
-            given["rope_scaling"] = {name: value for name, value in scaling.items() if name != "rope_theta"}
-    (path / "config.json").write_text(json.dumps(given, indent=2) + "\n")
+            config["rope_scaling"] = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return family
 
 
 def family_of(model: Model, rope: Rope) -> str:
-    """Which of theirs can hold this model."""
+    """Return the Hugging Face family that can hold this model; raise a ValueError if there is none."""
     problems = [
         f"model.{name}={getattr(model, name)}"
-        for name, plain in (("softcap", 0.0), ("logit_softcap", 0.0), ("sinks", False))
-        if getattr(model, name) != plain
+        for name, default in (("softcap", 0.0), ("logit_softcap", 0.0), ("sinks", False))
+        if getattr(model, name) != default
     ]
     if any(window(model, layer) for layer in range(model.layers)):
         problems.append(f"model.windows={list(model.windows)}")
@@ -310,35 +325,45 @@ def family_of(model: Model, rope: Rope) -> str:
 def export(
     path: Path, weights: Mapping[str, Callable[[], Tensor]], model: Model, rope: Rope, length: int, end: int | None = None
 ) -> None:
-    """Writes a folder that transformers loads. Weights are asked for one by one, and kept until their file is full."""
+    """Write a folder that transformers loads. Weights are read one by one and kept until their file is full.
+
+    Args:
+        path: the folder to write.
+        weights: a function per parameter name that returns the weight.
+        model, rope: the model.
+        length: context length, for config.json.
+        end: id of the end token.
+    Raises:
+        ValueError: no family can hold the model.
+    """
     family = family_of(model, rope)
     path.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[str]] = {}
-    where = places(model, family)
-    for name, place in where.items():
-        parts.setdefault(place.name, []).append(name)  # q, k and v in their order
+    parts: dict[str, list[str]] = {}  # our weights of each exported tensor
+    locations = tensor_locations(model, family)
+    for name, location in locations.items():
+        parts.setdefault(location.name, []).append(name)  # q, k and v in order
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for theirs, ours in parts.items():
-            whole = torch.cat([weights[name]() for name in ours]) if len(ours) > 1 else weights[ours[0]]()
-            prefix = "transformer." if family == "gpt2" else ""
-            yield prefix + theirs, (whole.T if where[ours[0]].transposed else whole).contiguous()
+        prefix = "transformer." if family == "gpt2" else ""
+        for exported, names in parts.items():
+            joined = torch.cat([weights[name]() for name in names]) if len(names) > 1 else weights[names[0]]()
+            yield prefix + exported, (joined.T if locations[names[0]].transposed else joined).contiguous()
 
-    held: dict[str, Tensor] = {}
+    buffer: dict[str, Tensor] = {}
     files: list[tuple[Path, list[str]]] = []
     total = 0
 
     def flush() -> None:
         file = path / f"part-{len(files)}"
-        write(file, held, {"format": "pt"})
-        files.append((file, list(held)))
-        held.clear()
+        write(file, buffer, {"format": "pt"})
+        files.append((file, list(buffer)))
+        buffer.clear()
 
     for name, tensor in tensors():
         size = tensor.numel() * tensor.itemsize
-        if held and sum(x.numel() * x.itemsize for x in held.values()) + size > SHARD:
+        if buffer and sum(x.numel() * x.itemsize for x in buffer.values()) + size > SHARD:
             flush()
-        held[name] = tensor
+        buffer[name] = tensor
         total += size
     flush()
     if len(files) == 1:
@@ -347,24 +372,28 @@ def export(
         names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
         for (file, _), name in zip(files, names, strict=True):
             file.rename(path / name)
-        index = {tensor: name for (_, held_there), name in zip(files, names, strict=True) for tensor in held_there}
+        index = {
+            tensor_name: name for (_, tensor_names), name in zip(files, names, strict=True) for tensor_name in tensor_names
+        }
         text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=2)
         (path / "model.safetensors.index.json").write_text(text + "\n")
     write_config(path, model, rope, length, end, tensor.dtype)
 
 
-def _compared(model: Model, theirs: Model) -> list[str]:
-    """The fields that decide whether weights fit and mean the same; scalings of rope may differ, which is what it is for."""
+def _compared_fields(model: Model, saved: Model) -> list[str]:
+    """Fields that must be equal for weights to fit and mean the same. Rope scalings may differ: they extend the context."""
     fields = [field.name for field in dataclasses.fields(Model) if field.name not in ("name", "init_std", "dropout", "windows")]
     skip = set()
-    if theirs.positions == "rope":
+    if saved.positions == "rope":
         skip.add("max_positions")
-    if head_dim(model) == head_dim(theirs):
+    if head_dim(model) == head_dim(saved):
         skip.add("head_dim")
     return [name for name in fields if name not in skip]
 
 
-def _supported(path: Path, given: Mapping[str, Any], **choices: tuple[Any, ...]) -> None:
-    for name, fine in choices.items():
-        if given.get(name, fine[0]) not in fine:
-            raise ValueError(f"init_from={str(path)!r} has {name}={given[name]!r} in its config.json; {fine[0]!r} can be read")
+def _validate(path: Path, config: Mapping[str, Any], **choices: tuple[Any, ...]) -> None:
+    for name, supported in choices.items():
+        if config.get(name, supported[0]) not in supported:
+            raise ValueError(
+                f"init_from={str(path)!r} has {name}={config[name]!r} in its config.json; {supported[0]!r} is supported"
+            )

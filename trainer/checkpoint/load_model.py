@@ -1,11 +1,12 @@
-"""A model out of a checkpoint, in one process and without an engine: for generation and for export."""
+"""Loads a model from a checkpoint, in one process and without an engine: for generation and export."""
 
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringspan.trainer.checkpoint.checkpoint import Reader
 from ringspan.trainer.config import schema
@@ -13,51 +14,58 @@ from ringspan.trainer.data import tokenizer
 from ringspan.trainer.model import GPT
 
 
-class Restored:
-    """What a checkpoint says of its model. Weights are mapped, and read when they are used.
+class RestoredModel:
+    """The model of a checkpoint: shape, tokenizer and memory-mapped weights.
 
-    A run's folder stands for its newest checkpoint, which a rename put there whole. Files that were cut short since are
-    refused; their hashes are left to the trainer, which checks them when it resumes.
+    Truncated files are rejected. Hashes are not checked here; the trainer checks them when it resumes.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or a run's folder, which stands for its newest complete checkpoint.
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
     """
 
     def __init__(self, path: str) -> None:
-        self.folder = find(path)
-        self.reader = read(self.folder)
-        described = self.reader.state["model"]
-        self.model = schema.Model(**described["model"])
-        self.rope = schema.Rope(**described["rope"])
-        self.length: int = described["length"]
-        self.tokenizer_options = schema.TokenizerOptions(**described["tokenizer"])
-        # Bytes, the default, made no shards: what did, the run was not told. Older checkpoints do not say `tokens`.
-        self.has_tokenizer = not (described.get("tokens", False) and self.tokenizer_options.kind == "bytes")
+        self.folder = find_checkpoint(path)
+        self.reader = open_reader(self.folder)
+        saved = self.reader.state["model"]
+        self.model = schema.Model(**saved["model"])
+        self.rope = schema.Rope(**saved["rope"])
+        self.length: int = saved["length"]
+        self.tokenizer_options = schema.TokenizerOptions(**saved["tokenizer"])
+        # With token shards and the default kind, bytes, the tokenizer is unknown. Older checkpoints have no `tokens`.
+        self.has_tokenizer = not (saved.get("tokens", False) and self.tokenizer_options.kind == "bytes")
 
     def tokenizer(self) -> tokenizer.Tokenizer:
+        """Load the tokenizer of the run."""
         return tokenizer.load(self.tokenizer_options)
 
     def weight(self, name: str) -> Tensor:
+        """Return a weight in fp32, mapped from the file."""
         return self.reader.weight(name)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> GPT:
+        """Build the model in eval mode, with its weights on a device and in a dtype."""
         with torch.device("meta"):
             model = GPT(self.model, self.rope, seed=None)
-        model.rope_frequencies()
+        model.set_rope_frequencies()
         weights = {name: self.weight(name).to(device, dtype) for name, _ in model.named_parameters()}
         if self.model.tied:
             weights["head.weight"] = weights["embedding.weight"]
         model.load_state_dict(weights, assign=True)
         if self.model.tied:
-            model.head.weight = model.embedding.weight
+            model.head.weight = cast(nn.Parameter, model.embedding.weight)  # load_state_dict(assign=True) breaks the tie
         return model.eval()
 
 
-def read(folder: Path) -> Reader:
-    """The folder's reader; of a damaged one the error says which checkpoint is the one before."""
+def open_reader(folder: Path) -> Reader:
+    """Open a checkpoint; the error of a damaged one names the newest older checkpoint that can be read."""
     try:
         return Reader(folder)
     except (OSError, ValueError) as error:
-        state = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)  # of weights, File names its file itself
-        problem = f"checkpoint={str(folder)!r} is damaged: {'state.json: ' * state}{error}"
-    for older in reversed([step for step in steps(folder.parent) if _number(step) < _number(folder)]):
+        in_state = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)  # safetensors.File names its file itself
+        problem = f"checkpoint={str(folder)!r} is damaged: {'state.json: ' * in_state}{error}"
+    for older in reversed([step for step in complete_checkpoints(folder.parent) if _number(step) < _number(folder)]):
         try:
             Reader(older)
         except (OSError, ValueError):
@@ -66,10 +74,11 @@ def read(folder: Path) -> Reader:
     raise ValueError(f"{problem}; there is none before it")
 
 
-def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that were written to the end, in their order."""
-    found = [step for step in folder.glob("step-*") if _number(step) >= 0 and (step / "manifest.json").is_file()]
-    return sorted(found, key=_number)
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, in the order of their steps."""
+    return sorted(
+        (step for step in folder.glob("step-*") if _number(step) >= 0 and (step / "manifest.json").is_file()), key=_number
+    )
 
 
 def _number(step: Path) -> int:
@@ -77,12 +86,14 @@ def _number(step: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def find(path: str) -> Path:
-    """A checkpoint's folder, given itself, the folder of all, or the run's."""
-    given = Path(path).expanduser()
-    if path and (given / "state.json").is_file():
-        return given
-    for folder in (given / "checkpoints", given) if path else ():
-        if whole := steps(folder):
-            return whole[-1]
-    raise ValueError(f"checkpoint={path!r} is no checkpoint and has none: give a run's folder, or one of its step-… folders")
+def find_checkpoint(path: str) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one in its folder or in a run's folder."""
+    root = Path(path).expanduser()
+    if path and (root / "state.json").is_file():
+        return root
+    for folder in (root / "checkpoints", root) if path else ():
+        if checkpoints := complete_checkpoints(folder):
+            return checkpoints[-1]
+    raise ValueError(
+        f"checkpoint={path!r} is no checkpoint and contains none: give a run's folder, or one of its step-… folders"
+    )

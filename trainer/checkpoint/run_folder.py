@@ -1,7 +1,8 @@
-"""The folder of a run, the same for all ranks: what was asked for, with which versions, on what.
+"""The folder of a run, shared by all ranks: config, versions, metrics, checkpoints.
 
-The same command goes on where it stopped: without a `name`, the folder is called after the model, the length and a hash of
-what makes the run what it is (not of how it is sharded, tracked or saved). A finished run is left alone; the next gets -2.
+The same command continues where it stopped. Without a `name`, the folder is named after the model, the length and a hash of the
+options that define the run; options of sharding, tracking and saving do not count. A finished run is left alone, and the next
+run with the same options gets the suffix -2.
 """
 
 import fcntl
@@ -33,7 +34,12 @@ NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache")
 
 
 def choose(config: Config, number: int = 0) -> Path:
-    """The run's folder; the first of that name which is not finished, if not told the `number`."""
+    """Return the folder of a run.
+
+    Args:
+        config: the run's config.
+        number: for a run without a name, which of the runs with the same options; 0: the first unfinished one.
+    """
     runs = Path(config.runs).expanduser().resolve()
     if config.name:
         return runs / config.name
@@ -44,35 +50,41 @@ def choose(config: Config, number: int = 0) -> Path:
 
 
 def identity(config: Config) -> str:
-    """Equal for runs that see the same batches and should have the same losses, however they are split."""
-    whole = asdict(config)
+    """Return a text that is equal for runs with the same batches and the same expected losses, for any number of ranks."""
+    options = asdict(config)
     for key in NOT_IDENTITY:
-        whole["data"].pop(key.removeprefix("data."), None)
-    return json.dumps([whole[key] for key in IDENTITY], sort_keys=True)
+        options["data"].pop(key.removeprefix("data."), None)
+    return json.dumps([options[key] for key in IDENTITY], sort_keys=True)
 
 
 def config_of(folder: Path) -> Config:
-    """What was asked for in a run's folder."""
+    """Return the config in a run's folder; raise a ValueError if this version cannot read it."""
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml")))
     except (OmegaConfBaseException, YAMLError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {said}") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {reason}") from None
     assert isinstance(config, Config)
     return config
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Of metrics.jsonl or starts.jsonl."""
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl or starts.jsonl; raise a ValueError at a truncated one."""
     for number, text in enumerate(path.read_text().splitlines(), 1):
         try:
             yield json.loads(text)
         except ValueError:
-            raise ValueError(f"{path}: line {number} is cut short: let the run go on, or delete that line") from None
+            raise ValueError(f"{path}: line {number} is cut short: resume the run, or delete that line") from None
 
 
 def enter(composed: Composed) -> tuple[Path, IO[str]]:
-    """On rank 0, before anything else happens: the run's folder, and the lock that is held while the file is open."""
+    """Create and lock the run's folder, on rank 0 before anything else.
+
+    Returns:
+        The folder, and the lock file: the lock is held while it is open.
+    Raises:
+        ConfigError: another process trains in the folder, it cannot be written, or it holds a finished run with other options.
+    """
     config = composed.config
     try:
         folder = choose(config)
@@ -83,53 +95,55 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
         except BlockingIOError:
             lock.seek(0)
             raise ConfigError(
-                f"{folder}: another process trains in this folder ({lock.read().strip() or 'nobody knows which'}); "
+                f"{folder}: another process trains in this folder ({lock.read().strip() or 'unknown process'}); "
                 "wait for it, end it, or give this run a name="
             ) from None
         except OSError as error:
             print(
-                f"{folder}: this file system has no locks ({error.strerror}), so nobody looks for a second run here", flush=True
+                f"{folder}: this file system has no locks ({error.strerror}), so a second run in this folder is not detected",
+                flush=True,
             )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
-        _check_options(folder, config)
-        _say_if_again(folder, config)
+        _validate_options(folder, config)
+        _report_repeat(folder, config)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
     return folder, lock
 
 
-def _say_if_again(folder: Path, config: Config) -> None:
-    before = choose(config, number=1)
-    if folder != before and not (folder / "config.yaml").exists():
+def _report_repeat(folder: Path, config: Config) -> None:
+    """Print that a finished run without a name starts again in a new folder."""
+    first = choose(config, number=1)
+    if folder != first and not (folder / "config.yaml").exists():
         print(
-            f"{before.name} is finished; the same starts again beside it (steps=, seed= or any option makes another)",
+            f"{first.name} is finished; the same run starts again in {folder.name} (steps=, seed= or any option makes another)",
             flush=True,
         )
 
 
-def _check_options(folder: Path, config: Config) -> None:
-    """A named run that goes on with other options says so; one that is over would do nothing, which is not what was meant."""
+def _validate_options(folder: Path, config: Config) -> None:
+    """Report that a named run continues with other options; raise a ConfigError if that run is finished."""
     if config.checkpoint.resume == "none" or not (folder / "config.yaml").exists():
         return
     changed = _changed(folder, config)
-    told = ", ".join([*changed.values()][:5]) + ", …" * (len(changed) > 5)
-    over = (folder / FINISHED).exists() and config.steps <= json.loads((folder / FINISHED).read_text())["steps"]
-    if changed and not over and [*changed] != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
-        print(f"name={config.name}: goes on with other options: {told}", flush=True)
-    if changed and over:
+    text = ", ".join([*changed.values()][:5]) + ", …" * (len(changed) > 5)
+    finished = (folder / FINISHED).exists() and config.steps <= json.loads((folder / FINISHED).read_text())["steps"]
+    if changed and not finished and [*changed] != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
+        print(f"name={config.name}: continues with other options: {text}", flush=True)
+    if changed and finished:
         raise ConfigError(
-            f"name={config.name}: that run is finished, and had other options: {told}; "
+            f"name={config.name}: that run is finished, and had other options: {text}; "
             "give another name, more steps, or checkpoint.resume=none"
         )
 
 
 def _changed(folder: Path, config: Config) -> dict[str, str]:
-    """Options that make the run what it is and are not as its folder has them: what it has not got, it had as by default."""
+    """Options that define the run and differ from its folder; an option that the folder lacks had its default."""
     try:
         old, new = _flat(asdict(config_of(folder))), _flat(asdict(config))
-    except ValueError as error:  # of a version with options that are gone
+    except ValueError as error:  # of a version with options that this one lacks
         return {"": str(error)}
     keys = [key for key in sorted(old | new) if key.partition(".")[0] in IDENTITY and key not in NOT_IDENTITY]
     return {key: f"{key}={new.get(key)} (was {old.get(key)})" for key in keys if old.get(key) != new.get(key)}
@@ -138,18 +152,26 @@ def _changed(folder: Path, config: Config) -> dict[str, str]:
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, dict):
         return {prefix: node}
-    return {key: value for name, part in node.items() for key, value in _flat(part, f"{prefix}.{name}".lstrip(".")).items()}
+    return {key: value for name, item in node.items() for key, value in _flat(item, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def record(folder: Path, composed: Composed, world: int, device: str, step: int) -> None:
-    """What was asked for, with what, once nothing refuses it any more; a resumed run adds a line to starts.jsonl."""
-    if step < composed.config.steps:  # it trains on, or anew, so it is not finished until it says so again
+    """Record a start, after all validation: write config.yaml, and append overrides, ranks and versions to starts.jsonl.
+
+    Args:
+        folder: the run's folder.
+        composed: config and overrides.
+        world: number of ranks.
+        device: name of the device.
+        step: step of the checkpoint that the run starts from; 0 without one.
+    """
+    if step < composed.config.steps:  # the run trains, so it is not finished
         (folder / FINISHED).unlink(missing_ok=True)
     part = folder / "config.yaml.part"
     part.write_text(composed.yaml)
-    os.replace(part, folder / "config.yaml")  # a full disk leaves the one before
+    os.replace(part, folder / "config.yaml")  # on a full disk the previous file stays
     start = dict(
-        time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with its zone: results are read elsewhere
+        time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with the time zone, for readers elsewhere
         overrides=composed.overrides,
         ranks=world,
         device=device,
@@ -163,21 +185,23 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int)
 
 
 def finish(folder: Path, report: dict[str, Any]) -> None:
+    """Mark a run as finished, with its report."""
     (folder / FINISHED).write_text(json.dumps(report, indent=1))
 
 
 def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    """Return the versions of Python and of the installed packages that a run uses."""
+    result = {"python": sys.version.split()[0]}
     for name in ("torch", "triton", "deepspeed", "hydra-core", "numpy", "wandb", "ringspan"):
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def git_state(folder: Path) -> dict[str, str]:
-    """The commit, and what differed from it, as a patch beside the config."""
+    """Return the commit, and write uncommitted changes to changes.patch in the run's folder."""
     commit = _git("rev-parse", "HEAD").decode().strip()
     if not commit:
         return {}
@@ -189,10 +213,10 @@ def git_state(folder: Path) -> dict[str, str]:
 
 def _git(*arguments: str) -> bytes:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=10)
+        result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return b""
-    return done.stdout if done.returncode == 0 else b""
+    return result.stdout if result.returncode == 0 else b""
 
 
 def _numbered(name: str, number: int) -> str:

@@ -1,9 +1,9 @@
-"""The safetensors format: a length, a JSON header, and the tensors' bytes. Read by memory map, written as a stream.
+"""The safetensors format: a memory-mapped reader and a streaming writer.
 
-    8 bytes: n, little endian | n bytes of JSON: name → dtype, shape, [begin, end) | the bytes
+    8 bytes: n, little endian | n bytes of JSON: name → dtype, shape, [begin, end) | the bytes of the tensors
 
-Nothing is unpickled. A writer knows every shape beforehand, so the header comes first and the tensors follow one by one,
-each as soon as it is there: a rank never holds its whole shard in memory. The SHA-256 of the file falls out of the writing.
+Nothing is unpickled. The writer knows all shapes in advance, so it writes the header first and then one tensor after the other:
+a rank never holds its whole shard in memory. The SHA-256 of the file is computed while it is written.
 """
 
 import hashlib
@@ -24,7 +24,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Writer:
-    """Takes the tensors in the order of `shapes`; `digest` and `size` are the file's once it is closed."""
+    """Writes a file tensor by tensor.
+
+    Args:
+        path: the file; it is replaced.
+        shapes: (dtype, shape) of each tensor by name, in the order of the calls of `add`.
+        metadata: text entries of the header.
+    """
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
@@ -36,33 +42,36 @@ class Writer:
             header[name] = dict(dtype=NAMES[dtype], shape=list(shape), data_offsets=[offset, end])
             offset = end
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # the bytes then start at a multiple of 8, which a memory map wants
-        self._waiting = list(shapes.items())
+        text += b" " * (-len(text) % 8)  # tensors then start at a multiple of 8, as views of a memory map require
+        self._expected = list(shapes.items())
         self._hash = hashlib.sha256()
         self.size = 0
         self._file = path.open("wb")
         self._put(len(text).to_bytes(8, "little") + text)
 
     def add(self, tensor: Tensor) -> None:
-        name, (dtype, shape) = self._waiting.pop(0)
+        """Append the next tensor; raise a ValueError if its dtype or shape is not the announced one."""
+        name, (dtype, shape) = self._expected.pop(0)
         if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} given, {dtype} {tuple(shape)} announced")
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if flat.numel():
-            self._put(memoryview(flat.numpy()))
+            self._put(flat.numpy().data)
 
     def close(self) -> None:
-        """The bytes are on the disk when this returns."""
-        assert not self._waiting, f"{len(self._waiting)} tensors were announced and never given"
+        """Flush the file to disk and close it."""
+        assert not self._expected, f"{len(self._expected)} tensors were announced but not written"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def abandon(self) -> None:
+        """Close an incomplete file."""
         self._file.close()
 
     @property
     def digest(self) -> str:
+        """SHA-256 of the bytes written so far."""
         return self._hash.hexdigest()
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -72,7 +81,7 @@ class Writer:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A whole file at once, for tensors that are all there."""
+    """Write a file of tensors that are all in memory."""
     writer = Writer(path, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, metadata or {})
     for x in tensors.values():
         writer.add(x)
@@ -80,7 +89,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 class File:
-    """A file's tensors by name, each a view of the file: its bytes are read when they are used."""
+    """The tensors of a file by name. Each is a view of the memory map, so its bytes are read on use.
+
+    Raises:
+        ValueError: the file is not in this format, or is truncated.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -88,7 +101,7 @@ class File:
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ValueError(f"{self.path} is no safetensors file: its header would reach beyond its {size} bytes")
+                raise ValueError(f"{self.path} is no safetensors file: its header would end past its {size} bytes")
             try:
                 header = json.loads(file.read(length))
             except ValueError:
@@ -111,6 +124,7 @@ class File:
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, from the header."""
         return tuple(self._entries[name]["shape"])
 
     def __getitem__(self, name: str) -> Tensor:
@@ -118,8 +132,8 @@ class File:
         begin, end = (self._start + offset for offset in entry["data_offsets"])
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(f"{self.path}: {name} has dtype {entry['dtype']}; {', '.join(DTYPES)} are read")
+            raise ValueError(f"{self.path}: {name} has dtype {entry['dtype']}; {', '.join(DTYPES)} are supported")
         data = self._bytes[begin:end]
-        if begin % dtype.itemsize:  # a foreign file may be aligned to less; a view may not
+        if begin % dtype.itemsize:  # other writers may align less; a view must be aligned
             data = data.clone()
         return data.view(dtype).reshape(entry["shape"])

@@ -1,1 +1,1 @@
-"""The config schema, its composition by Hydra, validation and help. Imports no torch."""
+"""The config of a run: schema, composition by Hydra, validation and help. Imports no torch."""

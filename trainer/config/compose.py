@@ -1,7 +1,9 @@
-"""From a command line to a checked Config, or to one screen that says what is wrong with it. Imports no torch.
+"""Composes a command line into a validated Config, or reports every mistake in it. Imports no torch.
 
-Hydra composes conf/ on every rank from the same arguments; `@hydra.main` is not used, because it would give each rank a
-run directory of its own. Every mistake is a ConfigError: the key, the argument or file it came from, the nearest right key.
+    arguments → flags and overrides → Hydra composes conf/ → types → validate.py → Composed(config, overrides, yaml)
+
+Each rank composes conf/ from the same arguments. `@hydra.main` is not used, because it gives each rank its own run directory.
+Every mistake is a ConfigError with the key, the argument or file that set it, and the nearest valid key.
 """
 
 import itertools
@@ -12,13 +14,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+try:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'ringspan.trainer.config.compose needs the package {error.name}: pip install "ringspan[train]"', name=error.name
+    ) from error
 
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.help import (
@@ -39,11 +46,13 @@ COUNT_TOKENS = ("data.length", "model.max_positions", "rope.original_length")
 
 
 class ConfigError(ValueError):
-    """What a user asked for cannot be. Its text is all that is shown."""
+    """A mistake in the user's options. Programs print only its text, without a traceback."""
 
 
 @dataclass
 class Composed:
+    """A validated config, the overrides it was composed from, and its YAML text."""
+
     config: Config
     overrides: list[str]
     yaml: str
@@ -52,10 +61,20 @@ class Composed:
 def main(
     program: str, about: str | None, argv: list[str] | None = None, world_size: int | None = None, planning: bool = False
 ) -> Composed:
-    """The config of a command line; --help and --cfg print and stop, a mistake ends the program with exit code 2."""
+    """Compose the config of a command line. Print and exit for --help and --cfg.
+
+    Args:
+        program: the command in messages, such as "ringspan train".
+        about: text above the options of --help.
+        argv: arguments; sys.argv[1:] if None.
+        world_size: number of ranks; that of torchrun if None.
+        planning: the config is for `ringspan check`, so its files and its machine may be absent.
+    Raises:
+        SystemExit: code 0 after --help or --cfg, code 2 after a mistake.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        flags, overrides = split(argv)
+        flags, overrides = split_flags(argv)
         if "help" in flags:
             print(help_text(program, about, Config))
             raise SystemExit(0)
@@ -69,7 +88,8 @@ def main(
 
 
 def fail(program: str, error: Exception) -> NoReturn:
-    if int(os.environ.get("RANK", 0)) == 0:  # once, not once a rank
+    """Print an error on rank 0, and exit with code 2 on every rank."""
+    if int(os.environ.get("RANK", 0)) == 0:
         print(f"{program}: {error}\n`{program} --help` lists every option.", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -77,22 +97,31 @@ def fail(program: str, error: Exception) -> NoReturn:
 def load(
     overrides: list[str], config_dir: str | None = None, world_size: int | None = None, planning: bool = False
 ) -> Composed:
-    """Composes, checks types and contradictions. `world_size` is torchrun's, if not given; see validate.check."""
-    composed = _composed(overrides, config_dir)
+    """Compose overrides and validate the result.
+
+    Args:
+        overrides: `key=value`, `group=choice` or `experiment=name`, without flags.
+        config_dir: a folder of YAML groups that take precedence over conf/.
+        world_size: number of ranks; that of torchrun if None.
+        planning: see `main`.
+    Raises:
+        ConfigError: an unknown option, a wrong type, or any problem that validate.py finds.
+    """
+    composed = _compose(overrides, config_dir)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
-        problems = validate.check(composed.config, world_size, planning)
-    except OSError as error:  # what it names lies in a folder that may not be looked into
+        problems = validate.validate_config(composed.config, world_size, planning)
+    except OSError as error:  # a path lies in a folder without search permission
         problems = [str(error)]
     if problems:
         raise ConfigError("\n".join(problems))
     return composed
 
 
-def _composed(overrides: list[str], config_dir: str | None) -> Composed:
-    """With types checked, and nothing else yet."""
-    overrides = [_in_full(text) for text in overrides]
+def _compose(overrides: list[str], config_dir: str | None) -> Composed:
+    """Compose overrides and check their types, without validate.py."""
+    overrides = [_expand_suffix(text) for text in overrides]
     parsed = [_parse(text) for text in overrides]
     folders = [CONF]
     if config_dir is not None:
@@ -100,7 +129,7 @@ def _composed(overrides: list[str], config_dir: str | None) -> Composed:
         if not folders[0].is_dir():
             raise ConfigError(f"--config-dir={config_dir}: there is no such folder")
     for override in parsed:
-        _check_key(override, folders)
+        _validate_key(override, folders)
     ConfigStore.instance().store("schema", Config)
     search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[:-1])}]"] if len(folders) > 1 else []
     try:
@@ -116,7 +145,16 @@ def _composed(overrides: list[str], config_dir: str | None) -> Composed:
 
 
 def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | None = None) -> Any:
-    """For small commands: `key=value` into one dataclass, with the same errors and the same --help."""
+    """Parse `key=value` arguments of a small command into one dataclass, with the errors and --help of `main`.
+
+    Args:
+        schema: a dataclass of `option` fields.
+        program, about, argv: see `main`.
+    Returns:
+        An instance of `schema`.
+    Raises:
+        SystemExit: code 0 after --help, code 2 after a mistake.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         if "--help" in argv or "-h" in argv:
@@ -131,24 +169,29 @@ def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | 
             if key not in node:
                 raise ConfigError(f"{key}: there is no such option{nearest(key, [f.name for f in fields(schema)])}")
             try:
-                # Text is taken as it is: a prompt may look like YAML.
+                # Strings are not parsed, because a prompt may look like YAML.
                 node[key] = value if isinstance(node[key], str) else OmegaConf.from_dotlist([text])[key]
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{text}: {first_line(error)}") from None
-        given = OmegaConf.to_object(node)
-        problems = validate.check_values(given)
+        options = OmegaConf.to_object(node)
+        problems = validate.validate_values(options)
         if problems:
             raise ConfigError("\n".join(problems))
-        return given
+        return options
     except ConfigError as error:
         fail(program, error)
 
 
 def sweep(overrides: list[str], config_dir: str | None = None) -> list[list[str]]:
-    """The jobs of `a=1,2 b=3,4`: every combination, in order.
+    """Expand `a=1,2 b=3,4` into jobs: every combination, in order.
 
-    An option that some have a use for is left out of the others, and what then would be one job twice is one. What none has a
-    use for stays in all, and is refused as it would be alone.
+    A job leaves out an option that only other jobs use; jobs that become equal are merged. An option that no job uses stays
+    in all jobs and is rejected as in a single run.
+
+    Args:
+        overrides, config_dir: see `load`; values may be Hydra sweeps.
+    Returns:
+        The overrides of each job.
     """
     choices = []
     for override in map(_parse, overrides):
@@ -156,40 +199,38 @@ def sweep(overrides: list[str], config_dir: str | None = None) -> list[list[str]
         values = [f"{key}={value}" for value in override.sweep_string_iterator()] if override.is_sweep_override() else None
         choices.append(list(enumerate(values or [override.input_line])))
     jobs = list(itertools.product(*choices))
-    unused = [set(validate.unused(_composed([text for _, text in job], config_dir).config)) for job in jobs]
-    of_none = set.intersection(*unused)
-    left = (
-        tuple((number, text) for number, text in job if text.partition("=")[0] not in without - of_none)
-        for job, without in zip(jobs, unused, strict=True)
+    unused = [set(validate.unused_options(_compose([text for _, text in job], config_dir).config)) for job in jobs]
+    unused_by_all = set.intersection(*unused)
+    reduced = (
+        tuple((number, text) for number, text in job if text.partition("=")[0] not in job_unused - unused_by_all)
+        for job, job_unused in zip(jobs, unused, strict=True)
     )
-    return [[text for _, text in job] for job in dict.fromkeys(left)]
+    return [[text for _, text in job] for job in dict.fromkeys(reduced)]
 
 
-def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Flags by name, and what sets options."""
+def split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Split arguments into flags by name, and overrides of options."""
     flags: dict[str, str] = {}
     overrides = []
-    rest = iter(argv)
-    for text in rest:
+    arguments = iter(argv)
+    for text in arguments:
         name, _, value = text.partition("=")
         if name in ("--help", "-h"):
             flags["help"] = ""
         elif name in ("--cfg", "-c"):
-            if (value or next(rest, "")) != "job":
+            if (value or next(arguments, "")) != "job":
                 raise ConfigError("--cfg takes job: it prints the config of the run")
             flags["cfg"] = "job"
         elif name == "--config-dir":
-            flags["config-dir"] = value or next(rest, "")
+            flags["config-dir"] = value or next(arguments, "")
             if not flags["config-dir"]:
                 raise ConfigError("--config-dir takes a folder: --config-dir=DIR")
         elif name == "--ranks":
-            raise ConfigError(f"{text}: ranks are started by the launcher: ringspan launch --ranks=N …")
+            raise ConfigError(f"{text}: the launcher starts ranks: ringspan launch --ranks=N …")
         elif name in ("--multirun", "-m"):
-            raise ConfigError(
-                "--multirun starts one run after the other, so it belongs to the launcher: ringspan launch --multirun …"
-            )
-        elif text.startswith("-") and (bare := name.lstrip("-")) in option_names():
-            raise ConfigError(f"{text}: there is no such flag; options are written without dashes: {bare}={value or '…'}")
+            raise ConfigError("--multirun runs jobs one after the other, which the launcher does: ringspan launch --multirun …")
+        elif text.startswith("-") and (key := name.lstrip("-")) in option_names():
+            raise ConfigError(f"{text}: there is no such flag; options are written without dashes: {key}={value or '…'}")
         elif text.startswith("-"):
             raise ConfigError(f"{text}: there is no such flag{nearest(name, FLAGS)}; options are written key=value")
         else:
@@ -197,8 +238,8 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return flags, overrides
 
 
-def _in_full(text: str) -> str:
-    """128k tokens are 131072, and 1M are 1048576. Of anything else, steps say, a k would be read as 1000."""
+def _expand_suffix(text: str) -> str:
+    """Expand 128k to 131072 and 1M to 1048576 in counts of tokens only: in `steps`, k could mean 1000."""
     match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKM])", text)
     if match is None:
         return text
@@ -210,7 +251,7 @@ def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
-        hint = "quote what has spaces, commas or brackets: 'name=\"a, b\"'" if "=" in text else "write key=value"
+        hint = "quote values with spaces, commas or brackets: 'name=\"a, b\"'" if "=" in text else "write key=value"
         raise ConfigError(f"{text!r} is not an option: {hint}") from None
 
 
@@ -219,9 +260,9 @@ def _is_source(override: Override) -> bool:
 
 
 def _set_sources(tree: Any, overrides: list[Override]) -> None:
-    """A source of one's own needs no +: data.sources.mine.kind=text. Hydra's + would not give it the schema."""
+    """Apply overrides of data.sources. A new source needs no +, which would bypass the schema in Hydra."""
     for override in overrides:
-        name, _, rest = override.key_or_group.removeprefix("data.sources.").partition(".")
+        name, _, option = override.key_or_group.removeprefix("data.sources.").partition(".")
         with open_dict(tree.data.sources):
             if override.is_delete():
                 if name not in tree.data.sources:
@@ -234,24 +275,25 @@ def _set_sources(tree: Any, overrides: list[Override]) -> None:
                 continue
             if name not in tree.data.sources:
                 tree.data.sources[name] = OmegaConf.structured(Source)
-        OmegaConf.update(tree, override.key_or_group, override.value(), merge=bool(rest))
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=bool(option))
 
 
-def _check_key(override: Override, folders: list[Path]) -> None:
+def _validate_key(override: Override, folders: list[Path]) -> None:
+    """Raise a ConfigError if an override names no option, group, choice or source."""
     key, text = override.key_or_group, override.input_line
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text}: several values are a sweep, which ringspan launch --multirun runs one by one; a list is written [a,b]"
+            f"{text}: several values are a sweep; run it with ringspan launch --multirun, or write a list as [a,b]"
         )
     if key.startswith("hydra"):
-        raise ConfigError(f"{text}: hydra's own options have no meaning here; the run's folder is set by `runs` and `name`")
+        raise ConfigError(f"{text}: hydra's own options have no effect; set the run's folder with `runs` and `name`")
     groups = [path.name for path in CONF.iterdir() if path.is_dir()]
     if _is_source(override):
-        rest = key.removeprefix("data.sources.").partition(".")[2]
+        option = key.removeprefix("data.sources.").partition(".")[2]
         options = [field.name for field in fields(Source)]
-        if rest and rest not in options:
-            raise ConfigError(f"{text}: a source has no option {rest}{nearest(rest, options)}")
-        if rest and override.is_delete():
+        if option and option not in options:
+            raise ConfigError(f"{text}: a source has no option {option}{nearest(option, options)}")
+        if option and override.is_delete():
             raise ConfigError(f"{text}: options are not removed; set {key}= instead")
         return
     if override.is_add() or override.is_force_add() or override.is_delete():
@@ -263,7 +305,6 @@ def _check_key(override: Override, folders: list[Path]) -> None:
         if value not in available and not (key == "experiment" and override.value() is None):
             raise ConfigError(f"{text}: conf/{key} has no {value}{nearest(value, available)}\n  {key}= {', '.join(available)}")
         return
-    known = option_names()
-    if key in known or (key in groups and key != "experiment"):
+    if key in option_names() or (key in groups and key != "experiment"):
         return
     raise ConfigError(f"{text}: there is no option {key}{nearest_key(key, groups)}")

@@ -1,15 +1,23 @@
-"""How many samples each source of a mixture has. Without torch, for the check before the start asks it too."""
+"""Facts about data and tokenizer options that both the config and the data code need. Imports no torch."""
 
 from pathlib import Path
 
 from ringspan.trainer.config.schema import Data, TokenizerOptions
 
 BYTES_VOCABULARY = 257  # 256 byte values and one token that ends a document
-BLOCK = 1000  # samples in which each source's share is exact
+BLOCK = 1000  # consecutive samples over which the share of each source is exact
 
 
 def shares(weights: dict[str, float]) -> list[int]:
-    """How many of a block's samples each source has: in proportion to the weights, by largest remainder."""
+    """Return the number of samples of each source in a block of BLOCK samples.
+
+    The numbers are proportional to the weights, rounded by largest remainder.
+
+    Args:
+        weights: weight of each source, at least 0.
+    Raises:
+        ValueError: no weight is above 0, one is negative, or a source would never be drawn.
+    """
     total = sum(weights.values())
     if not total > 0 or min(weights.values()) < 0:
         raise ValueError(f"data.sources have the weights {weights}: they must be at least 0, and one above 0")
@@ -26,18 +34,19 @@ def shares(weights: dict[str, float]) -> list[int]:
     return counts
 
 
-def file_of(options: TokenizerOptions) -> Path:
-    """What the options' tokenizer is read from."""
+def tokenizer_file(options: TokenizerOptions) -> Path:
+    """Return the file of a tokenizer of kind hf or tiktoken; raise a ValueError if there is none."""
     path = Path(options.path).expanduser()
     if options.path and path.is_dir():
         path = path / "tokenizer.json"
     if not options.path or not path.is_file():
-        wanted = "a .tiktoken file" if options.kind == "tiktoken" else "a tokenizer.json, or the folder it is in"
-        needs = f"tokenizer.kind={options.kind} needs a file that is on this machine, {wanted}"
-        raise ValueError(f"tokenizer.path={options.path!r}: {needs}")
+        expected = "a .tiktoken file" if options.kind == "tiktoken" else "a tokenizer.json, or the folder it is in"
+        raise ValueError(
+            f"tokenizer.path={options.path!r}: tokenizer.kind={options.kind} needs a file that is on this machine, {expected}"
+        )
     return path
 
 
 def only_shards(data: Data) -> bool:
-    """Whether all ids were made elsewhere, so that a run needs the tokenizer for nothing."""
+    """Whether all sources are token shards, so that the run itself tokenizes nothing."""
     return {source.kind for source in data.sources.values()} == {"tokens"}

@@ -1,6 +1,6 @@
-"""What a config may not be: values out of their bounds, and options that contradict each other. Imports no torch.
+"""Validates a config: values out of bounds, unused options, and options that contradict each other. Imports no torch.
 
-Each problem is one sentence: the option, what was given, what would work. All of them are reported at once.
+Each problem is one line, `option=value: what is wrong; what works`. All problems of a config are reported together.
 """
 
 import importlib.util
@@ -11,10 +11,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ringspan.trainer.config.mixture import BYTES_VOCABULARY, file_of, only_shards, shares
+from ringspan.trainer.config.mixture import BYTES_VOCABULARY, only_shards, shares, tokenizer_file
 from ringspan.trainer.config.schema import Config, Hardware, Model, Rope, Source
 
-# An option, its values that have a use for others (none: any above 0), and these others; else they would be ignored.
+# (option, values of it that use other options (empty: any value above 0), those other options). An option that is set but
+# unused would be ignored silently, so it is a problem.
 USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("model.positions", ("rope",), ("rope.base",)),
     ("model.positions", ("learned",), ("model.max_positions",)),
@@ -40,34 +41,42 @@ USED_ONLY_BY_SOURCES = (
 )
 
 
-def check(config: Config, world_size: int, planning: bool = False) -> list[str]:
-    """Every problem of this config on so many ranks; a plan may be for another machine."""
-    problems = check_values(config)
+def validate_config(config: Config, world_size: int, planning: bool = False) -> list[str]:
+    """Return every problem of a config.
+
+    Args:
+        config: a composed config.
+        world_size: number of ranks.
+        planning: the config is for `ringspan check`; the run's files and machine may be absent.
+    Returns:
+        One line per problem; empty for a valid config.
+    """
+    problems = validate_values(config)
     if problems:
-        return problems  # the rest may divide by them
-    problems += rotary(config.rope)
+        return problems  # the rules below may divide by these values
+    problems += validate_rope(config.rope)
     if config.hardware != Hardware() and not planning:
         problems.append(f"hardware.name={config.hardware.name}: only `ringspan check` plans for a machine; leave it out")
     if config.hardware.host_gib and (config.hardware.name == "cpu" or not on_gpu(config)):
         problems.append(
-            f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; take hardware.memory_gib"
+            f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; set hardware.memory_gib"
         )
-    problems += filter(None, unused(config).values())
+    problems += filter(None, unused_options(config).values())
     for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
-    return problems or list(_split_of_ranks(config, world_size))
+    return problems or list(_ranks(config, world_size))
 
 
-def check_values(node: Any, prefix: str = "") -> list[str]:
-    """Choices and bounds, as the schema's fields have them."""
+def validate_values(node: Any, prefix: str = "") -> list[str]:
+    """Return the values of a dataclass that violate the choices and bounds of its fields."""
     problems = []
     for field in fields(node):
         value, name = getattr(node, field.name), prefix + field.name
         if is_dataclass(value):
-            problems += check_values(value, name + ".")
+            problems += validate_values(value, name + ".")
         elif isinstance(value, dict):
-            for key, part in value.items():
-                problems += check_values(part, f"{name}.{key}.")
+            for key, item in value.items():
+                problems += validate_values(item, f"{name}.{key}.")
         choices, least, above = (field.metadata.get(kind) for kind in ("choices", "least", "above"))
         if choices and value not in choices:
             problems.append(f"{name}={value}: choose {', '.join(map(str, choices))}")
@@ -82,31 +91,31 @@ def check_values(node: Any, prefix: str = "") -> list[str]:
     return problems
 
 
-def unused(config: Config) -> dict[str, str]:
-    """Options that nothing here has a use for, each with what to say of it if it is not as by default."""
-    found = dict(_ignored(config, Config(), USED_ONLY_WITH, ""))
+def unused_options(config: Config) -> dict[str, str]:
+    """Return the options that this config does not use, each with a problem if it is set, or "" if it has its default."""
+    problems = dict(_unused(config, Config(), USED_ONLY_WITH, ""))
     for name, source in config.data.sources.items():
-        found |= _ignored(source, Source(), USED_ONLY_BY_SOURCES, f"data.sources.{name}.")
-    return found
+        problems |= _unused(source, Source(), USED_ONLY_BY_SOURCES, f"data.sources.{name}.")
+    return problems
 
 
-def _ignored(node: Any, usual: Any, table: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    for decides, users, names in table:
-        chosen = attrgetter(decides)(node)
-        if chosen in users or (not users and chosen):
+def _unused(node: Any, defaults: Any, table: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for switch, users, names in table:
+        setting = attrgetter(switch)(node)
+        if setting in users or (not users and setting):
             continue
-        wanted = f"{prefix}{decides}={' or '.join(map(str, users))}" if users else f"{prefix}{decides} above 0"
+        required = f"{prefix}{switch}={' or '.join(map(str, users))}" if users else f"{prefix}{switch} above 0"
         for name in names:
-            given, left = attrgetter(name)(node), attrgetter(name)(usual)
-            told = (
-                f"{prefix}{name}={given}, {prefix}{decides}={chosen}: only {wanted} has a use for it; "
-                f"take that, or leave {prefix}{name}={left}"
+            value, default = attrgetter(name)(node), attrgetter(name)(defaults)
+            problem = (
+                f"{prefix}{name}={value}, {prefix}{switch}={setting}: only {required} uses it; "
+                f"set that, or leave {prefix}{name}={default}"
             )
-            yield prefix + name, told * (given != left)
+            yield prefix + name, problem * (value != default)
 
 
 def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
-    """data, ring and ulysses on so many ranks; a 0 takes what the others leave."""
+    """Return (data, ring, ulysses) for world_size ranks; 0 in the config stands for the ranks left over by the others."""
     data, ring, ulysses = config.parallel.data, config.parallel.ring, config.parallel.ulysses
     if not ring:
         ring = max(1, world_size // (max(1, data) * ulysses))
@@ -115,51 +124,54 @@ def mesh_of(config: Config, world_size: int) -> tuple[int, int, int]:
     return data, ring, ulysses
 
 
-def multiplies_bf16(config: Config, gpu: bool) -> bool:
+def uses_bf16(config: Config, gpu: bool) -> bool:
+    """Whether matmuls run in bf16."""
     return config.engine.precision == "bf16" or (config.engine.precision == "auto" and gpu)
 
 
 def compiles(config: Config, gpu: bool) -> bool:
-    """Whether blocks are compiled; `auto` leaves out ZeRO 3, whose hooks break their graphs."""
+    """Whether layers are compiled. `auto` excludes ZeRO 3, whose hooks break the graphs."""
     return config.engine.compile == "on" or (config.engine.compile == "auto" and config.engine.zero < 3 and gpu)
 
 
 def has_gpu() -> bool:
-    """Cheaper than importing torch; torch has the last word."""
+    """Whether the machine has a GPU device file: a guess without importing torch, which decides later."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
 
 
 def on_gpu(config: Config) -> bool:
+    """Whether the run, or the plan, is for GPUs."""
     if config.hardware.name not in ("auto", "cpu"):
-        return config.parallel.device != "cpu"  # a plan for another machine
+        return config.parallel.device != "cpu"  # a plan for a named machine
     return config.parallel.device == "cuda" or (config.parallel.device == "auto" and has_gpu())
 
 
-def shape(model: Model) -> Iterator[str]:
-    """What a model cannot be, whatever it is trained on; the model itself asks this too."""
+def validate_shape(model: Model) -> Iterator[str]:
+    """Yield the problems of a model's shape, independent of data and ranks. The model also calls this."""
     if model.heads % model.kv_heads:
         yield f"model.heads={model.heads}, model.kv_heads={model.kv_heads}: heads must be a multiple of kv_heads"
     if not model.head_dim and model.dim % model.heads:
-        yield f"model.dim={model.dim}, model.heads={model.heads}: heads must divide dim, or give model.head_dim"
+        yield f"model.dim={model.dim}, model.heads={model.heads}: heads must divide dim, or set model.head_dim"
     head_dim = model.head_dim or model.dim // model.heads
     if not 16 <= head_dim <= 256 or head_dim % 8:
-        yield f"model.head_dim={head_dim}: attention takes 16 to 256, in steps of 8"
+        yield f"model.head_dim={head_dim}: attention supports 16 to 256, in steps of 8"
     if any(window < 0 for window in model.windows):
-        yield f"model.windows={model.windows}: a window is a number of tokens, or 0 for all"
+        yield f"model.windows={model.windows}: a window is a number of tokens, or 0 for all keys"
     if model.dropout >= 1:
         yield f"model.dropout={model.dropout}: it must be below 1"
 
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    yield from shape(model)
+    yield from validate_shape(model)
     if model.positions == "learned" and config.rope.kind != "base":
-        yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; take rope=base"
+        yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; use rope=base"
     if model.positions == "learned" and 0 < model.max_positions < config.data.length:
-        yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 takes these"
+        yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 sets them"
 
 
-def rotary(rope: Rope) -> Iterator[str]:
+def validate_rope(rope: Rope) -> Iterator[str]:
+    """Yield the problems of the rotary options. The model also calls this."""
     if rope.kind == "base" and rope.factor != 1:
         yield f"rope.factor={rope.factor}: rope.kind=base scales nothing; choose linear, ntk, yarn or llama3"
     if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
@@ -173,7 +185,7 @@ def _data(config: Config) -> Iterator[str]:
     if not data.sources:
         yield "data.sources: there is none; choose data=mix, stdlib, recall, passkey, text or tokens"
     elif not sum(source.weight for source in data.sources.values()):
-        yield "data.sources: every weight is 0, so there is nothing to learn from"
+        yield "data.sources: every weight is 0; set one above 0"
     else:
         try:
             shares({name: source.weight for name, source in data.sources.items()})
@@ -181,17 +193,20 @@ def _data(config: Config) -> Iterator[str]:
             yield str(error)
     for name, source in data.sources.items():
         if source.kind in ("stdlib", "recall", "passkey") and source.paths:
-            yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; take kind: text"
+            yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; use kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
-            yield f"data.sources.{name}: shards of tokens do not say how many there are; give model.vocabulary"
+            yield f"data.sources.{name}: token shards do not store the vocabulary size; set model.vocabulary"
     if data.held_out >= 1:
-        yield f"data.held_out={data.held_out}: a share below 1 must stay to train on"
+        yield f"data.held_out={data.held_out}: it must be below 1, so that data for training remain"
     if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < BYTES_VOCABULARY and not only_shards(data):
-        yield f"model.vocabulary={config.model.vocabulary}: bytes need {BYTES_VOCABULARY}, as one ends documents; give at least these"
+        yield (
+            f"model.vocabulary={config.model.vocabulary}: bytes need {BYTES_VOCABULARY} ids, one of which ends documents; "
+            f"set 0 or at least {BYTES_VOCABULARY}"
+        )
 
 
 def _files(config: Config) -> Iterator[str]:
-    """What has to be on this machine; a plan needs none of it."""
+    """Files and folders that a run needs on this machine; a plan needs none of them."""
     resume = config.checkpoint.resume
     for name, source in config.data.sources.items():
         if source.kind not in ("text", "tokens"):
@@ -203,7 +218,7 @@ def _files(config: Config) -> Iterator[str]:
                 yield f"data.sources.{name}.paths: {path} does not exist"
     if config.tokenizer.kind != "bytes":
         try:
-            file_of(config.tokenizer)
+            tokenizer_file(config.tokenizer)
         except ValueError as error:
             yield str(error)
     if config.init_from and not Path(config.init_from).expanduser().is_dir():
@@ -215,16 +230,16 @@ def _files(config: Config) -> Iterator[str]:
 def _mesh(config: Config) -> Iterator[str]:
     parallel, heads = config.parallel, config.model.heads
     if parallel.layout == "striped" and parallel.ulysses > 1:
-        yield f"parallel.layout=striped, parallel.ulysses={parallel.ulysses}: striped has no ulysses; take zigzag"
+        yield f"parallel.layout=striped, parallel.ulysses={parallel.ulysses}: striped does not support ulysses; use zigzag"
     if heads % parallel.ulysses:
-        yield f"parallel.ulysses={parallel.ulysses}, model.heads={heads}: ulysses ranks share the heads, so it must divide them"
+        yield f"parallel.ulysses={parallel.ulysses}, model.heads={heads}: it splits the heads, so it must divide model.heads"
     if parallel.device == "cuda" and not has_gpu():
-        yield "parallel.device=cuda: this machine has no GPU; take auto or cpu"
+        yield "parallel.device=cuda: this machine has no GPU; use auto or cpu"
     if parallel.attention in ("triton", "hopper") and not on_gpu(config):
-        yield f"parallel.attention={parallel.attention}: it runs on a GPU; on a CPU take auto, chunked or reference"
+        yield f"parallel.attention={parallel.attention}: it needs a GPU; on a CPU use auto, chunked or reference"
 
 
-def _split_of_ranks(config: Config, world_size: int) -> Iterator[str]:
+def _ranks(config: Config, world_size: int) -> Iterator[str]:
     data, ring, ulysses = mesh_of(config, world_size)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
     if (needed := data * ring * ulysses) != world_size:
@@ -233,30 +248,30 @@ def _split_of_ranks(config: Config, world_size: int) -> Iterator[str]:
             f"start that many (--ranks={needed}, with torchrun --nproc-per-node={needed}), or leave data or ring at 0"
         )
         return
-    at_once = config.data.micro_batch * data
-    if config.data.batch % at_once:
+    concurrent = config.data.micro_batch * data
+    if config.data.batch % concurrent:
         yield (
             f"data.batch={config.data.batch}: it must be a multiple of data.micro_batch={config.data.micro_batch} × "
-            f"{data} data rank{'s' * (data != 1)}, such as {math.ceil(config.data.batch / at_once) * at_once}"
+            f"{data} data rank{'s' * (data != 1)}, such as {math.ceil(config.data.batch / concurrent) * concurrent}"
         )
 
 
 def _engine(config: Config) -> Iterator[str]:
     engine = config.engine
     if engine.offload_optimizer and engine.zero == 0:
-        yield "engine.offload_optimizer=true, engine.zero=0: only a sharded optimizer offloads; take engine.zero=1, 2 or 3"
+        yield "engine.offload_optimizer=true, engine.zero=0: only a sharded optimizer offloads; use engine.zero=1, 2 or 3"
     if engine.offload_parameters and engine.zero != 3:
-        yield f"engine.offload_parameters=true, engine.zero={engine.zero}: only ZeRO 3 shards weights; take engine.zero=3"
+        yield f"engine.offload_parameters=true, engine.zero={engine.zero}: only ZeRO 3 shards weights; use engine.zero=3"
     if engine.offload_optimizer and not on_gpu(config):
         yield "engine.offload_optimizer=true: without a GPU the optimizer is on the CPU already; leave it out"
     if engine.offload_parameters and not on_gpu(config):
         yield "engine.offload_parameters=true: without a GPU the weights are on the CPU already; leave it out"
     if engine.compile == "on" and engine.zero == 3:
-        yield "engine.compile=on, engine.zero=3: ZeRO 3's hooks break compiled blocks; take engine.zero=1 or 2, or auto"
+        yield "engine.compile=on, engine.zero=3: ZeRO 3's hooks break compiled layers; use engine.zero=1 or 2, or auto"
     if engine.offload_activations and engine.activations == "none":
-        yield "engine.offload_activations=true, engine.activations=none: only checkpointed blocks offload; take attention"
+        yield "engine.offload_activations=true, engine.activations=none: only checkpointed layers offload; use attention"
     if engine.precision == "bf16" and not on_gpu(config):
-        yield "engine.precision=bf16: without a GPU products are in fp32; take auto or fp32"
+        yield "engine.precision=bf16: without a GPU matmuls are in fp32; use auto or fp32"
 
 
 def _optim(config: Config) -> Iterator[str]:
@@ -264,19 +279,22 @@ def _optim(config: Config) -> Iterator[str]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={optim.betas}: two numbers, each at least 0 and below 1, such as [0.9,0.95]"
     if optim.kind == "muon" and engine.zero not in (1, 2):
-        yield f"optim.kind=muon, engine.zero={engine.zero}: it steps whole matrices; take engine.zero=1 or 2"
+        yield f"optim.kind=muon, engine.zero={engine.zero}: muon needs whole matrices; use engine.zero=1 or 2"
     if optim.kind == "muon" and engine.offload_optimizer:
-        yield "optim.kind=muon, engine.offload_optimizer=true: muon's products belong on the GPU; leave the offload out"
+        yield "optim.kind=muon, engine.offload_optimizer=true: muon's matmuls run on the GPU; leave the offload out"
     if optim.kind == "muon" and optim.clip:
-        yield f"optim.kind=muon, optim.clip={optim.clip:g}: it shrinks muon's finished steps; take optim=muon or optim.clip=0"
+        yield (
+            f"optim.kind=muon, optim.clip={optim.clip:g}: DeepSpeed would clip muon's finished steps, not the gradients; "
+            "use optim=muon or optim.clip=0"
+        )
     if optim.muon_momentum >= 1:
         yield f"optim.muon_momentum={optim.muon_momentum}: it must be below 1"
     if schedule.warmup > config.steps:
         yield f"schedule.warmup={schedule.warmup}: the run has only steps={config.steps}"
     if schedule.floor > 1:
-        yield f"schedule.floor={schedule.floor}: a share of the peak, so at most 1"
+        yield f"schedule.floor={schedule.floor}: a share of the peak must be at most 1"
     if schedule.decay > 1:
-        yield f"schedule.decay={schedule.decay}: a share of the steps, so at most 1"
+        yield f"schedule.decay={schedule.decay}: a share of the steps must be at most 1"
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -284,14 +302,14 @@ def _run(config: Config) -> Iterator[str]:
     if config.seed >= 2**32:
         yield f"seed={config.seed}: it must be below 2**32"
     if "/" in config.name or config.name in (".", ".."):
-        yield f"name={config.name}: a folder's name, without slashes; `runs` says where it lies"
+        yield f"name={config.name}: it must be a folder name without slashes; `runs` sets the folder above it"
     if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
         yield f"checkpoint.keep_every={checkpoint.keep_every}: it must be a multiple of checkpoint.every={checkpoint.every}"
     for name, steps in (("profile", debug.profile), ("memory", debug.memory)):
         if any(not 1 <= step <= config.steps for step in steps):
             yield f"debug.{name}={steps}: steps are counted from 1 to steps={config.steps}"
     if debug.memory and not on_gpu(config):
-        yield f"debug.memory={debug.memory}: only a GPU's memory can be written out"
+        yield f"debug.memory={debug.memory}: memory snapshots need a GPU; leave it empty"
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:
         yield f"tracking.wandb={config.tracking.wandb}: wandb is not installed; pip install wandb, or leave it disabled"
     if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:

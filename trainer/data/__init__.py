@@ -1,1 +1,1 @@
-"""Datasets: tokenized corpora, synthetic tasks, tokenizers."""
+"""Training data: tokenized corpora, synthetic tasks, tokenizers, and the dataset that mixes them."""

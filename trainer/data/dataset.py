@@ -1,21 +1,22 @@
-"""What a step sees: samples by number, for ever, each a window of `length` tokens from one source of the mixture.
+"""Samples by number, without end: each is a window of `length` tokens from one source of the mixture.
 
-The number of a sample alone, with the seed, decides what it is: which source, which window of it, which noise. Nothing is
-drawn one after another, so there is no state to save, any number of ranks sees the same samples, and a resumed run goes on
-with the next number. Every thousand samples hold each source exactly as often as its weight says.
+    sample number, seed → source and window number → tokens, labels, positions, document ids
 
-Documents stand packed one after another, and a token's label is the next token of its document; a document's last token has
-none. Labels are made before the window is cut for ranks, and a window's last token has the label that stands behind it. The
-rest of a document that a window cuts is to the model a document of its own: positions start at 0 again.
+The number and the seed alone determine a sample, so there is no state to save. Any number of ranks sees the same samples, and a
+resumed run continues with the next number. Every block of 1000 samples holds each source exactly in proportion to its weight.
 
-A rank gives the positions it owns and gets only their tokens. Document ids go to all, since every mask needs all of them.
+Documents are packed. The label of a token is the next token of its document; the last token of a document has none. Labels are
+made before a window is sharded, and the label of its last token is the token after the window. A document that a window cuts
+becomes two documents: positions restart at 0.
+
+A rank passes the positions that it owns and gets only their tokens. Every rank gets all document ids, because masks need them.
 """
 
 import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,76 +28,99 @@ from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
 from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
 from ringspan.trainer.data.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 
 class Batch(NamedTuple):
-    tokens: Tensor  # int64 (B, n), of the positions that were asked for, as labels and positions
-    labels: Tensor
-    positions: Tensor  # within their documents
+    """Windows of B samples, of S tokens each, at the n positions that a rank owns."""
+
+    tokens: Tensor  # int64 (B, n)
+    labels: Tensor  # int64 (B, n); NO_LABEL where there is none
+    positions: Tensor  # int64 (B, n), within the documents
     documents: Tensor  # int32 (B, S), of the whole windows, on the CPU
-    seeds: Tensor  # int64 (B,): what dropout depends on
-    sources: list[int]  # one a row: where in Dataset.names
-    samples: list[int]
+    seeds: Tensor  # int64 (B,), for dropout
+    sources: list[int]  # B indices into Dataset.names
+    samples: list[int]  # B numbers
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The documents stay where they are: masks are planned on the CPU."""
-        moved = (_send(x, torch.device(device)) for x in (self.tokens, self.labels, self.positions))
-        return Batch(*moved, self.documents, _send(self.seeds, torch.device(device)), self.sources, self.samples)
+        """Copy to a device. The documents stay on the CPU, where masks are planned."""
+        device = torch.device(device)
+        return self._replace(
+            tokens=_copy(self.tokens, device),
+            labels=_copy(self.labels, device),
+            positions=_copy(self.positions, device),
+            seeds=_copy(self.seeds, device),
+        )
 
     @property
     def lengths(self) -> list[int]:
-        """Of all documents, or their parts, in these windows."""
+        """Lengths of all documents, or parts of documents, in these windows."""
         return [n for row in self.documents for n in torch.unique_consecutive(row, return_counts=True)[1].tolist()]
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the model's forward takes, in that order."""
+        """The arguments of the model's forward, in order."""
         return self.tokens, self.labels, self.positions, self.documents, self.seeds
 
 
 class Window(NamedTuple):
-    """Some positions of a window: their tokens and labels; and the lengths of all its documents."""
+    """Tokens and labels at some positions of a window, and the lengths of all its documents."""
 
-    tokens: np.ndarray
-    labels: np.ndarray
-    lengths: np.ndarray
+    tokens: np.ndarray  # int64 (n,)
+    labels: np.ndarray  # int64 (n,)
+    lengths: np.ndarray  # int64 (documents,)
 
 
 class Corpus:
-    """Windows of a stream. Each epoch cuts it at another offset, and takes the windows in another order."""
+    """Windows of a stream. Each epoch cuts the stream at another offset and permutes the windows anew."""
 
     def __init__(self, stream: TokenStream, length: int, seed: int) -> None:
         self.stream, self.length, self.seed = stream, length, seed
         self.num_windows = max(1, len(stream) // length)
 
-    def window(self, number: int, at: np.ndarray) -> Window:
+    def window(self, number: int, positions: np.ndarray) -> Window:
+        """Return a window by number, at positions (n,)."""
         epoch, index = divmod(number, self.num_windows)
-        offset = hashed(self.seed, "offset", epoch) % len(self.stream)
+        offset = stable_hash(self.seed, "offset", epoch) % len(self.stream)
         start = offset + permute(index, self.num_windows, self.seed, epoch) * self.length
-        tokens, labels = self.stream.read(start + at), self.stream.read(start + at + 1)
-        labels[self.stream.is_end(start + at)] = NO_LABEL
+        tokens, labels = self.stream.read(start + positions), self.stream.read(start + positions + 1)
+        labels[self.stream.is_end(start + positions)] = NO_LABEL
         return Window(tokens, labels, self.stream.lengths(start, self.length))
 
 
 class Synthetic:
+    """Windows of a synthetic task."""
+
     def __init__(self, task: Recall | Passkey, seed: int) -> None:
         self.task, self.seed = task, seed
 
-    def window(self, number: int, at: np.ndarray) -> Window:
+    def window(self, number: int, positions: np.ndarray) -> Window:
+        """Return a window by number, at positions (n,)."""
         tokens, labels, lengths, _ = self._sequence(number)
-        return Window(tokens[at], labels[at], lengths)
+        return Window(tokens[positions], labels[positions], lengths)
 
     def answers(self, number: int) -> Answers:
+        """Return the answers of a window by number."""
         return self._sequence(number).answers
 
     def _sequence(self, number: int) -> Packed:
-        return self.task.sequence(np.random.default_rng(hashed(self.seed, "synthetic", number)))
+        return self.task.sequence(np.random.default_rng(stable_hash(self.seed, "synthetic", number)))
 
 
 class Dataset:
-    """`part` is "train" or "held_out": text that the other never sees, synthetic samples that the other never draws."""
+    """The mixture of all sources, by sample number.
+
+    Args:
+        options: options of the group data.
+        tokenizer: the run's tokenizer.
+        seed: the run's seed.
+        part: "train" or "held_out". The parts share neither text nor synthetic samples.
+        vocabulary: size of the model's vocabulary, the bound of ids in token shards; 0: that of the tokenizer.
+    Raises:
+        ValueError: a source cannot be opened; the message names it.
+    """
 
     def __init__(self, options: schema.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
-        """`vocabulary` is the model's, which shards of tokens may use up; by default the tokenizer's."""
         assert part in ("train", "held_out")
         if not options.sources:
             raise ValueError("data.sources is empty: choose a mixture, such as data=mix, or name a source")
@@ -106,7 +130,7 @@ class Dataset:
 
     def _open(self, name: str, options: schema.Data, tokenizer: Tokenizer, part: str, vocabulary: int) -> Corpus | Synthetic:
         source = options.sources[name]
-        seed = hashed(self.seed if part == "train" else 0, part, name)  # every run holds out the same
+        seed = stable_hash(self.seed if part == "train" else 0, part, name)  # held-out windows do not depend on the run's seed
         try:
             if source.kind == "recall":
                 return Synthetic(
@@ -115,12 +139,12 @@ class Dataset:
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
             stream = open_source(source, tokenizer, vocabulary, options.cache)
-            return Corpus(stream.part(part == "held_out", options.held_out), self.length, seed)
+            return Corpus(stream.subset(part == "held_out", options.held_out), self.length, seed)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.sources.{name}: {error}") from None
 
-    def place(self, sample: int) -> tuple[int, int]:
-        """The source of a sample, and which of its windows."""
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return (source index, window number) of a sample."""
         block, index = divmod(sample, BLOCK)
         index = permute(index, BLOCK, self.seed, f"mixture {block}")
         for source, share in enumerate(self.shares):
@@ -129,33 +153,55 @@ class Dataset:
             index -= share
         raise AssertionError("shares sum to BLOCK")
 
-    def batch(self, samples: Sequence[int], at: Tensor | None = None) -> Batch:
-        """These samples, at the positions that a rank owns; all positions without `at`, nothing at those ≥ length."""
-        return self.windows([self.place(sample) for sample in samples], at, samples)
+    def batch(self, samples: Sequence[int], owned: Tensor | None = None) -> Batch:
+        """Return samples by number, at the window positions that a rank owns.
 
-    def windows(self, places: Sequence[tuple[int, int]], at: Tensor | None = None, samples: Sequence[int] = ()) -> Batch:
-        """Windows by (source, number), for evaluation."""
-        where = np.arange(self.length) if at is None else at.cpu().numpy()
-        inside = where < self.length
-        read = where[inside]
-        shape = len(places), len(where)
+        Args:
+            samples: B sample numbers.
+            owned: positions, int64 (n,); all positions if None. Positions ≥ length are padding: token 0 without label.
+        """
+        return self.windows([self.locate(sample) for sample in samples], owned, samples)
+
+    def windows(self, locations: Sequence[tuple[int, int]], owned: Tensor | None = None, samples: Sequence[int] = ()) -> Batch:
+        """Return windows by (source index, window number), for evaluation; `owned` as in `batch`."""
+        columns = np.arange(self.length) if owned is None else owned.cpu().numpy()
+        inside = columns < self.length
+        valid = columns[inside]
+        shape = len(locations), len(columns)
         tokens, labels, positions = np.zeros(shape, np.int64), np.full(shape, NO_LABEL), np.zeros(shape, np.int64)
-        documents = np.empty((len(places), self.length), np.int32)
-        for row, (source, number) in enumerate(places):
-            window = self.sources[source].window(number, read)
+        documents = np.empty((len(locations), self.length), np.int32)
+        for row, (source, number) in enumerate(locations):
+            window = self.sources[source].window(number, valid)
             tokens[row, inside], labels[row, inside] = window.tokens, window.labels
             documents[row] = np.repeat(np.arange(len(window.lengths), dtype=np.int32), window.lengths)
             starts = np.cumsum(window.lengths) - window.lengths
-            positions[row, inside] = read - starts[documents[row, read]]
-        seeds = [hashed(self.seed, "dropout", sample) for sample in samples or range(len(places))]
-        tensors = (torch.from_numpy(x) for x in (tokens, labels, positions, documents))
-        return Batch(*tensors, torch.tensor(seeds), [source for source, _ in places], list(samples))
+            positions[row, inside] = valid - starts[documents[row, valid]]
+        seeds = [stable_hash(self.seed, "dropout", sample) for sample in samples or range(len(locations))]
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            torch.from_numpy(positions),
+            torch.from_numpy(documents),
+            torch.tensor(seeds),
+            [source for source, _ in locations],
+            list(samples),
+        )
 
 
 def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data_size: int) -> list[int]:
-    """The samples that a data rank runs in one of a step's micro-batches. A step has the same ones at any data_size."""
-    share, rest = divmod(options.batch, data_size)
-    if rest or share % options.micro_batch:
+    """Return the sample numbers of one micro-batch. A step has the same samples at any data_size.
+
+    Args:
+        step, micro: number of the step, and of the micro-batch within it.
+        options: options of the group data.
+        data_rank, data_size: this data rank and the number of data ranks.
+    Returns:
+        options.micro_batch numbers.
+    Raises:
+        ValueError: the batch does not divide into micro-batches on each data rank.
+    """
+    share, remainder = divmod(options.batch, data_size)
+    if remainder or share % options.micro_batch:
         raise ValueError(
             f"data.batch={options.batch}, data.micro_batch={options.micro_batch}: a step's sequences must divide into "
             f"micro-batches on each of {data_size} data ranks"
@@ -164,20 +210,20 @@ def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data
     return list(range(first, first + options.micro_batch))
 
 
-def prefetch(make: Callable[[int], Batch], first: int, depth: int) -> Iterator[Batch]:
-    """make(first), make(first + 1), … for ever, a thread being `depth` ahead.
+def prefetch(make: Callable[[int], T], first: int, depth: int) -> Iterator[T]:
+    """Yield make(first), make(first + 1), … without end; a thread prefetches `depth` items (0: no thread).
 
-    A thread and not a process: signals go to the main thread alone, so SIGTERM never stops the data of a step that is still
-    to be finished; and reading a memory map leaves the interpreter to others.
+    A thread, not a process: only the main thread receives signals, so SIGTERM does not stop the data of a step in progress.
+    Reads of a memory map release the GIL.
     """
     if depth == 0:
         while True:
             yield make(first)
             first += 1
-    ready: queue.Queue[Batch | BaseException] = queue.Queue(depth)
+    ready: queue.Queue[T | BaseException] = queue.Queue(depth)
     stop = threading.Event()
 
-    def offer(item: Batch | BaseException) -> None:
+    def put(item: T | BaseException) -> None:
         while not stop.is_set():
             try:
                 return ready.put(item, timeout=0.2)
@@ -188,9 +234,9 @@ def prefetch(make: Callable[[int], Batch], first: int, depth: int) -> Iterator[B
         number = first
         while not stop.is_set():
             try:
-                offer(make(number))
+                put(make(number))
             except BaseException as error:
-                return offer(error)  # raised where the batch is missed
+                return put(error)  # raised in the consumer
             number += 1
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
@@ -207,25 +253,27 @@ def prefetch(make: Callable[[int], Batch], first: int, depth: int) -> Iterator[B
 
 
 def permute(index: int, num: int, *key: object) -> int:
-    """Where a permutation of 0 … num - 1 takes an index, without the table: a Feistel network of four rounds, walked on
-    until it is inside. The table of a corpus of a billion windows would be eight gigabytes."""
+    """Return the image of `index` under a permutation of 0 … num − 1 that `key` selects, without a table.
+
+    A Feistel network of four rounds, repeated until the result is below num. The table for a billion windows would take 8 GB.
+    """
     half = max(1, ((num - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
         left, right = index >> half, index & low
-        for turn in range(4):
-            left, right = right, left ^ (hashed(*key, turn, right) & low)
+        for round_number in range(4):
+            left, right = right, left ^ (stable_hash(*key, round_number, right) & low)
         index = left << half | right
         if index < num:
             return index
 
 
-def hashed(*key: object) -> int:
-    """63 bits that anything printable decides, on every machine alike."""
+def stable_hash(*key: object) -> int:
+    """Return a 63-bit hash of the key's text, the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()) >> 1
 
 
-def _send(x: Tensor, device: torch.device) -> Tensor:
+def _copy(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would wait for the GPU

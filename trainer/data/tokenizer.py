@@ -1,9 +1,7 @@
-"""How text becomes tokens and tokens text: bytes, a Hugging Face tokenizer.json, or a tiktoken file of ranks.
+"""Tokenizers: bytes, a Hugging Face tokenizer.json, or a tiktoken file of ranks.
 
-All three have one face: `size` (ids are below it), `begin` (the id that begins a document, if one does) and `end` (the one that
-ends it), `encode` of many documents at once, which adds neither, `decode`, and a `fingerprint` by which cached tokens are told
-apart. Bytes need nothing. The others import their library only when they are chosen, and read a local file: a run never asks
-the network for a tokenizer.
+All three implement `Tokenizer`. Bytes need no file. The other two import their library on first use and read a local file; a
+run never downloads a tokenizer.
 """
 
 import base64
@@ -16,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ringspan.trainer.config import schema
-from ringspan.trainer.config.mixture import BYTES_VOCABULARY, file_of, only_shards
+from ringspan.trainer.config.mixture import BYTES_VOCABULARY, only_shards, tokenizer_file
 
-# What the tokenizers in use call the token that ends a document.
+# Usual names of the token that ends a document.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -30,11 +28,11 @@ O200K_PATTERN = (
     r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
     r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# A file of ranks does not say how text is split first, nor where its special tokens are: its size tells which one it is.
-# The first of these tokens is the end.
+# number of ranks: (pattern that splits text, special tokens; the first is the end token). A file of ranks contains neither, but
+# its number of ranks identifies the published file.
 TIKTOKEN = {
     50256: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # r50k_base
-    50280: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # p50k_base, whose ranks go on behind its end
+    50280: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # p50k_base, which has ranks above its end token
     100256: (CL100K_PATTERN, {"<|endoftext|>": 100257}),  # cl100k_base
     128000: (CL100K_PATTERN, {"<|end_of_text|>": 128001, "<|begin_of_text|>": 128000}),  # Llama 3
     199998: (O200K_PATTERN, {"<|endoftext|>": 199999}),  # o200k_base
@@ -42,18 +40,24 @@ TIKTOKEN = {
 
 
 class Tokenizer(Protocol):
-    size: int
-    begin: tuple[int, ...]
-    end: int
-    fingerprint: str
+    """Converts between text and token ids."""
 
-    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]: ...
+    size: int  # exclusive bound of the ids
+    begin: tuple[int, ...]  # the id that begins a document, or nothing
+    end: int  # the id that ends a document
+    fingerprint: str  # key of the token cache
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
+        """Return the ids of each document, without begin and end."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; ids without text are skipped."""
+        ...
 
 
 class Bytes:
-    """A byte is a token; 256 ends a document."""
+    """One token per byte; 256 ends a document."""
 
     size, end, fingerprint = BYTES_VOCABULARY, 256, "bytes"
     begin: tuple[int, ...] = ()
@@ -66,23 +70,25 @@ class Bytes:
 
 
 class HuggingFace:
+    """A tokenizer.json, read with the package tokenizers. The names `begin` and `end` may be empty."""
+
     def __init__(self, path: Path, begin: str, end: str) -> None:
         tokenizers = _library("tokenizers", "hf")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise ValueError(f"tokenizer.path={str(path)!r} is no tokenizer.json: {error}") from None
         names = [end] if end else list(ENDS)
-        found = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
-        if not found:
+        end_ids = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
+        if not end_ids:
             raise ValueError(
                 f"tokenizer.end={end!r}: {path} has no token {' or '.join(names)}; name the one that ends a document"
             )
         if begin and self._tokenizer.token_to_id(begin) is None:
             raise ValueError(f"tokenizer.begin={begin!r}: {path} has no such token; name one that it has, or none")
-        self.begin = (self._tokenizer.token_to_id(begin),) if begin else ()
-        self.end = found[0]
-        # Ids may have holes, so the number of tokens is no bound.
+        self.begin: tuple[int, ...] = (self._tokenizer.token_to_id(begin),) if begin else ()
+        self.end = end_ids[0]
+        # Ids may have gaps, so the number of tokens is no bound.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = _fingerprint(path, "hf", end, *self.begin)
 
@@ -96,6 +102,8 @@ class HuggingFace:
 
 
 class Tiktoken:
+    """A .tiktoken file of one of the published encodings in TIKTOKEN. The names `begin` and `end` may be empty."""
+
     def __init__(self, path: Path, begin: str, end: str) -> None:
         tiktoken = _library("tiktoken", "tiktoken")
         try:
@@ -103,22 +111,22 @@ class Tiktoken:
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"tokenizer.path={str(path)!r} is no tiktoken file, whose lines are a token in base64 and its rank: {error}"
+                f"tokenizer.path={str(path)!r} is no tiktoken file; each line must be a token in base64 and its rank: {error}"
             ) from None
         if len(ranks) not in TIKTOKEN:
             raise ValueError(
-                f"tokenizer.path={str(path)!r} has {len(ranks)} ranks; how text is split and ends is known of files with "
-                f"{', '.join(map(str, TIKTOKEN))}; take this one's tokenizer.json: tokenizer.kind=hf"
+                f"tokenizer.path={str(path)!r} has {len(ranks)} ranks; only published files are known, which have "
+                f"{', '.join(map(str, TIKTOKEN))}; use the tokenizer.json of this tokenizer: tokenizer.kind=hf"
             )
         pattern, special = TIKTOKEN[len(ranks)]
         for option, name in (("begin", begin), ("end", end)):
             if name and name not in special:
                 raise ValueError(f"tokenizer.{option}={name!r}: {path} has {' and '.join(special)}; name one of these, or none")
-        self.begin = (special[begin],) if begin else ()
+        self.begin: tuple[int, ...] = (special[begin],) if begin else ()
         self.end = special[end or next(iter(special))]
         self._encoding: Any = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self._known = set(ranks.values())
-        self.size = max(self._known | set(special.values())) + 1
+        self._text_ids = set(ranks.values())
+        self.size = max(self._text_ids | set(special.values())) + 1
         self.fingerprint = _fingerprint(path, "tiktoken", pattern, self.end, *self.begin)
 
     def encode(self, documents: Sequence[bytes]) -> Iterable[np.ndarray]:
@@ -126,39 +134,44 @@ class Tiktoken:
         return (np.asarray(ids, np.uint32) for ids in self._encoding.encode_ordinary_batch(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode([i for i in ids if i in self._known])
+        return self._encoding.decode([i for i in ids if i in self._text_ids])
 
 
 def load(options: schema.TokenizerOptions) -> Tokenizer:
-    """The tokenizer that the options ask for."""
+    """Load the tokenizer that the options name; raise a ValueError if its file or library is missing."""
     if options.kind == "bytes":
         return Bytes()
-    path = file_of(options)
-    return (HuggingFace if options.kind == "hf" else Tiktoken)(path, options.begin, options.end)
+    path = tokenizer_file(options)
+    if options.kind == "hf":
+        return HuggingFace(path, options.begin, options.end)
+    return Tiktoken(path, options.begin, options.end)
 
 
-def vocabulary(given: int, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: as given, or the tokenizer's size rounded up to a multiple of 64, in which products are fast."""
-    if 0 < given < tokenizer.size:
+def vocabulary_size(requested: int, tokenizer: Tokenizer) -> int:
+    """Return the rows of the embedding: `requested`, or for 0 the tokenizer's size rounded up to a multiple of 64.
+
+    Matmuls are fast at multiples of 64. Raise a ValueError if `requested` is smaller than the tokenizer's size.
+    """
+    if 0 < requested < tokenizer.size:
         raise ValueError(
-            f"model.vocabulary={given}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
+            f"model.vocabulary={requested}: the tokenizer has {tokenizer.size} tokens; 0 takes these, rounded up to 64s"
         )
-    return given or -(-tokenizer.size // 64) * 64
+    return requested or -(-tokenizer.size // 64) * 64
 
 
-def resolved(options: schema.Config, tokenizer: Tokenizer | None) -> schema.Model:
-    """The model's options, with what the tokenizer and the data decide filled in."""
+def resolve_model(options: schema.Config, tokenizer: Tokenizer | None) -> schema.Model:
+    """Return the model's options with vocabulary and max_positions filled in from the tokenizer and the data."""
     model = options.model
     rows = (model.max_positions or options.data.length) if model.positions == "learned" else 0
     known = model.vocabulary and only_shards(options.data)
-    size = vocabulary(model.vocabulary, tokenizer) if tokenizer and not known else model.vocabulary
+    size = vocabulary_size(model.vocabulary, tokenizer) if tokenizer and not known else model.vocabulary
     return replace(model, vocabulary=size, max_positions=rows)
 
 
 def resolve_config(config: schema.Config) -> schema.Config:
-    """With what the tokenizer and the data decide filled in. A vocabulary that is given needs no tokenizer's file."""
-    letters = None if config.model.vocabulary else load(config.tokenizer)
-    return replace(config, model=resolved(config, letters))
+    """Return the config with a resolved model. With model.vocabulary set, the tokenizer's file is not needed."""
+    tokenizer = None if config.model.vocabulary else load(config.tokenizer)
+    return replace(config, model=resolve_model(config, tokenizer))
 
 
 def _library(name: str, kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Looking at single steps: torch.profiler's trace, a snapshot of the GPU's memory, and how much of it is used."""
+"""Profiles of single steps, GPU memory snapshots, and measured memory use."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from ringspan.trainer.planning.flops import PEAKS
 
 
 @contextlib.contextmanager
-def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Around a step; does something only at the steps that `debug` names."""
+def profile_step(step: int, debug: Debug, folder: Path, rank: int, device: torch.device) -> Iterator[None]:
+    """Profile the body of the context, if `debug.profile` or `debug.memory` names the step."""
     with contextlib.ExitStack() as stack:
         if step in debug.profile:
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -23,9 +23,9 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             path = folder / "profile" / f"step-{step}-rank-{rank}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            ready = partial(_export, path)
+            export = partial(_export, path)
             stack.enter_context(
-                torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True, on_trace_ready=ready)
+                torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True, on_trace_ready=export)
             )
         if step in debug.memory and device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000)
@@ -33,21 +33,21 @@ def watch(step: int, debug: Debug, folder: Path, rank: int, device: torch.device
         yield
 
 
-def memory_of_a_rank(device: torch.device) -> float:
-    """Bytes: its GPU's, or its part of the machine's."""
+def rank_memory(device: torch.device) -> float:
+    """Return the bytes that a rank has: its GPU's memory, or its share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return memory.host_of_a_rank()
+    return memory.host_memory_per_rank()
 
 
-def memory_use(device: torch.device, tflops: float) -> dict[str, Any]:
-    """The peak so far, and speed as a share of what the chip could do, both counting attention 3.5×; nothing on a CPU."""
+def memory_metrics(device: torch.device, tflops: float) -> dict[str, Any]:
+    """Return peak memory so far and MFU (attention counted 3.5×) as metrics; nothing on a CPU."""
     if device.type != "cuda":
         return {}
-    used, whole = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    found = dict(gib=used / 2**30, gib_share=used / whole, gib_reserved=torch.cuda.max_memory_reserved(device) / 2**30)
+    used, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    metrics = dict(gib=used / 2**30, gib_share=used / total, gib_reserved=torch.cuda.max_memory_reserved(device) / 2**30)
     peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)), None)
-    return found | (dict(mfu=tflops * 1e12 / peak) if peak else {})
+    return metrics | (dict(mfu=tflops * 1e12 / peak) if peak else {})
 
 
 def _export(path: Path, profiler: Any) -> None:

@@ -1,9 +1,10 @@
-"""SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask for a checkpoint and a clean end, in whatever phase they come.
+"""SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) request a checkpoint and a clean end in any phase of a run.
 
-The handler only remembers. The loop reads the flag of all ranks in the reduction that every step has anyway, so all stop
-after the same step; evaluation reads it between its batches. A save in progress is finished, because it is what was asked
-for; in a long first compile the flag waits for the step's end. Another signal, ten seconds later or more, ends the process at
-once; sooner it is an echo, for a scheduler and torchrun may both pass it on. Of Ctrl-C a second is enough: a person asks.
+The handler only sets a flag. The flags of all ranks are part of each step's all-reduce, so that all ranks stop after the same
+step; evaluation checks them between its batches. A running save completes, because a checkpoint is the purpose. During a long
+first compilation the flag waits for the end of the step. A second signal at least ten seconds later ends the process at once.
+An earlier one is treated as an echo, because a scheduler and torchrun may both forward the signal. For Ctrl-C one second is
+enough: a person sends it.
 """
 
 import contextlib
@@ -15,35 +16,35 @@ import time
 from types import FrameType
 
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ECHO = {signal.SIGINT: 1}  # seconds
-OTHERS = 10
+ECHO_SECONDS = {signal.SIGINT: 1}
+DEFAULT_ECHO_SECONDS = 10
 
 
 class StopSignals:
-    """Handlers from construction to `close`."""
+    """Signal handlers from construction to `close`."""
 
     def __init__(self) -> None:
-        self.received, self._at = "", 0.0
-        self._before = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._remember) for number in CAUGHT}
+        self.received, self._time = "", 0.0
+        self._old_handlers = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only in the main thread
+            self._old_handlers = {number: signal.signal(number, self._handle) for number in CAUGHT}
 
     @property
     def stop(self) -> bool:
         return bool(self.received)
 
     def close(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        name = signal.StopSignals(number).name
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self.received:
-            if time.monotonic() - self._at > ECHO.get(signal.StopSignals(number), OTHERS):
+            if time.monotonic() - self._time > ECHO_SECONDS.get(signal.Signals(number), DEFAULT_ECHO_SECONDS):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self.received, self._at = name, time.monotonic()
+        self.received, self._time = name, time.monotonic()
         if int(os.environ.get("RANK", 0)) == 0:
-            with contextlib.suppress(OSError):  # a terminal that is gone; and print is not reentrant
+            with contextlib.suppress(OSError):  # the terminal may be closed; print is not reentrant
                 os.write(sys.stderr.fileno(), f"\n{name}: saving after this step, then stopping\n".encode())

@@ -1,7 +1,8 @@
-"""Where a run's numbers go: one line on the console, all of them to metrics.jsonl, and to wandb and TensorBoard if asked.
+"""Tracking of a run's metrics: one console line per step, metrics.jsonl, and optionally wandb and TensorBoard.
 
-The JSONL is the source of truth; it is cut back to the checkpoint when a run resumes, so no step stands in it twice. wandb is
-imported on rank 0 alone, and only if asked for; without a network it gives up after `init_timeout` and goes on offline.
+metrics.jsonl is the source of truth. It is truncated to the checkpoint when a run resumes, so that each step appears once.
+wandb is imported on rank 0 only, and only if it is enabled; without a network it gives up after `init_timeout` and continues
+offline.
 """
 
 import contextlib
@@ -18,20 +19,28 @@ from ringspan.trainer.config.schema import Config
 
 
 class Tracker:
-    """On rank 0; elsewhere every call does nothing."""
+    """Writes metrics on rank 0; on the other ranks every call does nothing.
+
+    Args:
+        config: the run's config.
+        folder: the run's folder.
+        active: whether this is rank 0.
+        run_id: wandb's id of the run that continues; "" makes a new one.
+        step: the checkpoint's step.
+    """
 
     def __init__(self, config: Config, folder: Path, active: bool, run_id: str = "", step: int = 0) -> None:
         self.config, self.folder, self.active = config, folder, active
         self.run_id = run_id
         self.wandb: Any = None
         self.board: Any = None
-        self.clock = Clock(config.steps, step)
+        self.clock = Clock(config.steps)
         if not active:
             return
         path = folder / "metrics.jsonl"
-        _cut(path, step, config.steps)
+        _truncate(path, step, config.steps)
         self.file = path.open("ab", buffering=0)
-        self.unwritten = b""  # where a disk was full
+        self.pending = b""  # lines that a full disk has not taken yet
         if config.tracking.wandb != "disabled":
             self._start_wandb(step)
         if config.tracking.tensorboard:
@@ -40,9 +49,10 @@ class Tracker:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
+        """Write a step's metrics; `kind` is "train", "held_out" or "table"."""
         if not self.active:
             return
-        line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | {k: _plain(v) for k, v in values.items()}
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | {k: _json_value(v) for k, v in values.items()}
         self._write(json.dumps(line, allow_nan=False).encode() + b"\n")
         named = {f"{kind}/{key}": value for key, value in _scalars(values)}
         if self.wandb is not None:
@@ -51,8 +61,8 @@ class Tracker:
             for key, value in named.items():
                 self.board.add_scalar(key, value, step)
 
-    def curve(self, step: int, title: str, labels: list[str], means: list[float]) -> None:
-        """A whole table at one step, such as loss by position."""
+    def log_table(self, step: int, title: str, labels: list[str], means: list[float]) -> None:
+        """Write a table of one step, such as loss by position."""
         if not self.active:
             return
         self.log(step, {"title": title, "bins": labels, "means": means}, kind="table")
@@ -62,21 +72,22 @@ class Tracker:
             table = wandb.Table(columns=["bin", "mean"], data=[list(pair) for pair in zip(labels, means, strict=True)])
             self.wandb.log({title: wandb.plot.bar(table, "bin", "mean", title=title)}, step=step)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print to the console."""
         if self.active:
-            with contextlib.suppress(OSError):  # a terminal that is gone is no reason to end
+            with contextlib.suppress(OSError):  # the run continues without a terminal
                 print(text, flush=True)
 
     def _write(self, line: bytes) -> None:
-        """A full disk is no reason to end: lines wait until there is room."""
-        told = bool(self.unwritten)
-        self.unwritten += line
+        """Append to metrics.jsonl. On a full disk lines wait until the disk takes them; the run continues."""
+        warned = bool(self.pending)
+        self.pending += line
         try:
-            while self.unwritten:
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
-            if not told:
-                self.say(f"{self.folder / 'metrics.jsonl'}: {error.strerror}; its lines wait until they can be written")
+            if not warned:
+                self.print(f"{self.folder / 'metrics.jsonl'}: {error.strerror}; its lines wait until they can be written")
 
     def close(self, failed: bool = False) -> None:
         if not self.active:
@@ -105,9 +116,9 @@ class Tracker:
             try:
                 settings = wandb.Settings(init_timeout=tracking.init_timeout, login_timeout=int(tracking.init_timeout))
                 self.wandb = wandb.init(mode="online", resume="allow", settings=settings, **common)
-            except Exception as error:  # no key, no network, a proxy's answer: training does not depend on any of them
+            except Exception as error:  # no key, no network, a proxy's answer; training depends on none of them
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(f"wandb: {reason}; going on offline, `wandb sync` sends the run later", file=sys.stderr, flush=True)
+                print(f"wandb: {reason}; continuing offline, `wandb sync` sends the run later", file=sys.stderr, flush=True)
                 wandb.teardown()
         if self.wandb is None:
             self.wandb = wandb.init(mode="offline", **common)
@@ -115,49 +126,50 @@ class Tracker:
 
 
 class Clock:
-    """Speeds and the time left, without what is not training: evaluations and saves."""
+    """Step times and the remaining time, without evaluations and saves."""
 
-    def __init__(self, steps: int, step: int) -> None:
-        self.steps, self.first = steps, step
-        self.busy = 0.0
-        self.since = time.perf_counter()
-        self.started = self.since
-        self.seen: list[float] = []
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.paused = 0.0  # seconds since the last lap that do not count
+        self.last_lap = time.perf_counter()
+        self.laps: list[float] = []  # the last 50
 
     def pause(self) -> None:
-        self.busy -= time.perf_counter()
+        self.paused -= time.perf_counter()
 
-    def go_on(self) -> None:
-        self.busy += time.perf_counter()
+    def resume(self) -> None:
+        self.paused += time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return the seconds since the last lap, without pauses."""
         now = time.perf_counter()
-        taken = now - self.since - self.busy
-        self.since, self.busy = now, 0.0
-        self.seen = [*self.seen[-49:], taken]
-        return taken
+        seconds = now - self.last_lap - self.paused
+        self.last_lap, self.paused = now, 0.0
+        self.laps = [*self.laps[-49:], seconds]
+        return seconds
 
-    def left(self, step: int) -> float:
-        typical = sorted(self.seen)[len(self.seen) // 2] if self.seen else 0.0
-        return typical * (self.steps - step)
+    def remaining(self, step: int) -> float:
+        """Return the estimated seconds after `step`: the median lap times the remaining steps."""
+        median = sorted(self.laps)[len(self.laps) // 2] if self.laps else 0.0
+        return median * (self.steps - step)
 
 
 def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
     """step 9/90  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU (3.5×)  38.2 GiB (27%)  ETA 2h14m"""
     parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {values['loss']:.3f}", f"grad {values['grad']:.2f}"]
-    parts += [f"lr {rate(values['lr'])}", f"{short(values['tokens_per_s'])} tok/s"]
+    parts += [f"lr {rate(values['lr'])}", f"{with_unit(values['tokens_per_s'])} tok/s"]
     parts.append(f"{values['tflops']:.3g} TFLOP/s" + "/GPU" * ("mfu" in values))
     if "mfu" in values:
-        parts.append(f"{100 * values['mfu']:.1f}% MFU (3.5×)")  # cost.py: attention counted as its kernels run
+        parts.append(f"{100 * values['mfu']:.1f}% MFU (3.5×)")  # attention counted as its kernels run (planning/flops.py)
     if "gib" in values:
         parts.append(f"{values['gib']:.1f} GiB ({100 * values['gib_share']:.0f}%)")
     parts.append(f"ETA {duration(left)}")
-    # of a mixture the loss goes up and down with what a step happens to hold
+    # The loss of a mixture varies with the sources of the step, so that each source has a loss of its own.
     return "  ".join([*parts, *(f"{name} {loss:.3f}" for name, loss in values.get("source", {}).items())])
 
 
 def duration(seconds: float) -> str:
+    """59s, 12m05s, 2h14m or 3d01h."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"
@@ -173,7 +185,8 @@ def rate(lr: float) -> str:
     return f"{lr:.1e}".replace("e-0", "e-")
 
 
-def short(number: float) -> str:
+def with_unit(number: float) -> str:
+    """1.31M, 131k or 950."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -181,25 +194,25 @@ def short(number: float) -> str:
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    found = []
+    scalars = []
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _scalars(value, f"{prefix}{key}/")
+            scalars += _scalars(value, f"{prefix}{key}/")
         elif isinstance(value, int | float):
-            found.append((prefix + key, value))
-    return found
+            scalars.append((prefix + key, value))
+    return scalars
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else None  # JSON has no NaN
     if isinstance(value, list):
-        return [_plain(x) for x in value]
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_json_value(x) for x in value]
+    return {k: _json_value(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _cut(path: Path, step: int, steps: int) -> None:
-    """Leaves out what a run wrote after the checkpoint that it now goes on from, and its last report if that comes again."""
+def _truncate(path: Path, step: int, steps: int) -> None:
+    """Remove all lines after the checkpoint's step, and the report after the last step, which will be written again."""
     if not path.exists():
         return
     kept = []

@@ -1,10 +1,13 @@
-"""What a training step costs, in operations and parameters: the one source for MFU and for the planner. Imports no torch.
+"""Parameters and FLOPs of a training step, for MFU and for the planner. Imports no torch.
 
-Two conventions, always named. *3×* ("model") counts forward and backward as 3 forwards: a weight of a matrix product costs 2
-operations per token forward and 4 backward, a pair of a query and a key that see each other costs 4 · head_dim in each head,
-times 3. *3.5×* ("kernel") counts attention as its kernels run: the backward has five products for the forward's two. Both
-count the pairs that the mask truly lets through: causal, window and documents. The embedding is a look-up and counts nothing,
-nor does what runs again in the backward to save memory.
+Two conventions, always named. Both count forward and backward of each matmul as 3 forwards: a weight costs 2 FLOPs per token
+in the forward and 4 in the backward.
+
+    3×    ("model")    attention: 3 · 4 · head_dim per head and visible (query, key) pair
+    3.5×  ("kernel")   attention: 3.5 · 4 · head_dim, as the kernels run: 5 matmuls in the backward, 2 in the forward
+
+A pair is visible if the mask lets the query attend to the key: causal, window and documents. The embedding is a lookup and
+counts nothing; neither does recomputation.
 """
 
 from collections.abc import Iterable
@@ -13,20 +16,19 @@ from dataclasses import dataclass
 from ringspan.trainer.config.schema import Model
 
 CONVENTIONS = {"3x": 3.0, "3.5x": 3.5}
-# Dense bf16 operations a second, as their makers state them.
-PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}
+PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}  # datasheets, dense bf16 FLOP/s
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many numbers the model has, by term."""
+    """Number of parameters by term."""
 
     embedding: int
     attention: int
     mlp: int
     norms: int
     head: int  # 0 if tied
-    products: int  # of these, those that tokens are multiplied with: the head's too if it is tied
+    matmuls: int  # weights that tokens are multiplied with; includes the head's, tied or not
 
     @property
     def total(self) -> int:
@@ -38,11 +40,12 @@ def head_dim(model: Model) -> int:
 
 
 def window(model: Model, layer: int) -> int:
-    """How many tokens this layer looks back, itself included; 0: all."""
+    """Return the window of a layer in tokens, the token itself included; 0: no window."""
     return model.windows[layer % len(model.windows)] if model.windows else 0
 
 
 def parameters(model: Model) -> Parameters:
+    """Count the parameters of a model whose vocabulary and max_positions are resolved."""
     dim, bias, width = model.dim, int(model.bias), head_dim(model)
     heads, kv_heads = model.heads * width, model.kv_heads * width
     qkvo = dim * (heads + 2 * kv_heads) + heads * dim
@@ -57,12 +60,12 @@ def parameters(model: Model) -> Parameters:
         mlp=model.layers * (mlp + bias * (gates * model.mlp_dim + dim)),
         norms=model.layers * (2 * norm + 2 * width * model.qk_norm) + norm,
         head=0 if model.tied else table,
-        products=model.layers * (qkvo + mlp) + table,
+        matmuls=model.layers * (qkvo + mlp) + table,
     )
 
 
 def visible_pairs(lengths: Iterable[int], window: int = 0) -> int:
-    """How many (query, key) pairs a causal mask lets through, of documents so long."""
+    """Return the number of visible (query, key) pairs under a causal mask, for documents of these lengths."""
     total = 0
     for length in map(int, lengths):
         near = min(length, window) if window else length
@@ -71,7 +74,7 @@ def visible_pairs(lengths: Iterable[int], window: int = 0) -> int:
 
 
 def attention_flops(model: Model, lengths: Iterable[int], factor: float) -> float:
-    """Of all layers, for documents so long. factor 1 is the forward alone."""
+    """Return attention's FLOPs in all layers, for documents of these lengths; factor 1 is the forward alone."""
     lengths = list(lengths)
     by_window = {w: visible_pairs(lengths, w) for w in {window(model, layer) for layer in range(model.layers)}}
     pairs = sum(by_window[window(model, layer)] for layer in range(model.layers))
@@ -79,7 +82,7 @@ def attention_flops(model: Model, lengths: Iterable[int], factor: float) -> floa
 
 
 def training_flops(model: Model, lengths: Iterable[int], convention: str = "3.5x") -> float:
-    """Forward and backward of packed documents of these lengths; padding counts as nothing."""
+    """Return the FLOPs of forward and backward, for packed documents of these lengths. Padding counts nothing."""
     lengths = list(lengths)
-    products = 6 * parameters(model).products * sum(lengths)
-    return products + attention_flops(model, lengths, CONVENTIONS[convention])
+    matmuls = 6 * parameters(model).matmuls * sum(lengths)
+    return matmuls + attention_flops(model, lengths, CONVENTIONS[convention])

@@ -1,4 +1,4 @@
-"""The machines that a run is planned for: known GPUs by their datasheets, or this one, measured."""
+"""Machines that a run is planned for: known GPUs by their datasheets, or this machine, measured."""
 
 import math
 import time
@@ -8,31 +8,34 @@ from typing import Any
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.planning.flops import PEAKS, head_dim, visible_pairs
-from ringspan.trainer.planning.memory import GIB, Footprint, fits, memory_of_machine
+from ringspan.trainer.planning.memory import GIB, Footprint, fits, host_memory
 
-PRODUCTS = 0.7  # of the peak: what large bf16 products reach
+MATMUL_EFFICIENCY = 0.7  # share of the peak that large bf16 matmuls reach
 
 
 @dataclass
 class Machine:
+    """A device and its host."""
+
     name: str
     memory: float  # bytes of one GPU, or of a CPU rank
-    peak: float  # dense bf16 operations a second; 0: not known
-    link: float  # bytes a second, each way, between GPUs of a host
-    products: float = 0.0  # operations a second
-    attention: tuple[float, float] | None = None  # the same, forward and backward, if measured here
+    peak: float  # dense bf16 FLOP/s; 0: unknown
+    link: float  # bytes/s in each direction between GPUs of a host
+    matmuls: float = 0.0  # FLOP/s of matmuls
+    attention: tuple[float, float] | None = None  # FLOP/s of attention's forward and backward, if measured on this machine
     gpu: bool = True
-    gpus: int = 8  # of one host
-    host: float = math.inf  # bytes of a host's own memory, if known
+    gpus: int = 8  # per host
+    host: float = math.inf  # bytes of a host's memory, if known
 
-    def fits(self, found: Footprint, world: int) -> bool:
-        return fits(found.peak, self.memory) and fits(found.on_host, self.host_of_a_rank(world))
+    def fits(self, need: Footprint, world: int) -> bool:
+        """Return whether a rank's memory and its share of the host's memory are sufficient."""
+        return fits(need.peak, self.memory) and fits(need.on_host, self.host_memory_per_rank(world))
 
-    def host_of_a_rank(self, world: int) -> float:
+    def host_memory_per_rank(self, world: int) -> float:
         return self.host / min(world, self.gpus)
 
 
-# Datasheets: GiB, dense bf16 operations a second, GB/s each way between two GPUs' hosts of one node.
+# Datasheets: memory, dense bf16 FLOP/s, bytes/s in each direction between two GPUs of a host.
 MACHINES = {
     "h200": Machine("NVIDIA H200", 139.8 * GIB, PEAKS["H200"], 450e9),
     "h100": Machine("NVIDIA H100", 79.1 * GIB, PEAKS["H100"], 450e9),
@@ -42,42 +45,43 @@ MACHINES = {
 }
 
 
-def machine(config: Config) -> tuple[Machine, int]:
-    """What is planned for, and how many of it."""
-    name, given = config.hardware.name, config.hardware
-    if name in MACHINES:
-        found, num = MACHINES[name], given.gpus or 1
-        found = replace(found, products=PRODUCTS * found.peak)
+def resolve_machine(config: Config) -> tuple[Machine, int]:
+    """Return the machine that the options `hardware` select, and the number of ranks."""
+    options = config.hardware
+    if options.name in MACHINES:
+        target, ranks = MACHINES[options.name], options.gpus or 1
+        target = replace(target, matmuls=MATMUL_EFFICIENCY * target.peak)
     else:
-        found, here = _here(config)
-        num = given.gpus or here
-    host = given.host_gib * GIB if given.host_gib else found.host
-    return replace(found, memory=given.memory_gib * GIB if given.memory_gib else found.memory, host=host), num
+        target, default_ranks = _measure_this_machine(config)
+        ranks = options.gpus or default_ranks
+    host = options.host_gib * GIB if options.host_gib else target.host
+    return replace(target, memory=options.memory_gib * GIB if options.memory_gib else target.memory, host=host), ranks
 
 
-def _here(config: Config) -> tuple[Machine, int]:
-    """This machine, its speeds measured now."""
+def _measure_this_machine(config: Config) -> tuple[Machine, int]:
     import torch
 
-    num = ranks_here(config.hardware.name == "cpu")
+    ranks = default_num_ranks(config.hardware.name == "cpu")
     if not torch.cuda.is_available() or config.hardware.name == "cpu":
-        return Machine("CPU rank", memory_of_machine() / num, 0.0, 2e9, *_measured(config, "cpu"), gpu=False), num
+        matmuls, attention = _measure_speeds(config, "cpu")
+        return Machine("CPU rank", host_memory() / ranks, 0.0, 2e9, matmuls, attention, gpu=False), ranks
     properties = torch.cuda.get_device_properties(0)
     known = next((m for m in MACHINES.values() if m.name.split()[-1] in properties.name), None)
     peak, link = (known.peak, known.link) if known else (0.0, 50e9)
-    here = dict(gpus=num, host=memory_of_machine())
-    return Machine(properties.name, properties.total_memory, peak, link, *_measured(config, "cuda"), **here), num
+    matmuls, attention = _measure_speeds(config, "cuda")
+    memory = properties.total_memory
+    return Machine(properties.name, memory, peak, link, matmuls, attention, gpus=ranks, host=host_memory()), ranks
 
 
-def ranks_here(cpu: bool) -> int:
-    """What `ringspan launch` starts: one for each GPU, two without any."""
+def default_num_ranks(cpu: bool) -> int:
+    """Return the number of ranks that `ringspan launch` starts: one per GPU, or two without GPUs."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() and not cpu else 2
 
 
-def _measured(config: Config, device: str) -> tuple[float, tuple[float, float]]:
-    """Operations a second of a product, and of attention forward and backward."""
+def _measure_speeds(config: Config, device: str) -> tuple[float, tuple[float, float]]:
+    """Return FLOP/s of a matmul, and of attention's forward and backward."""
     import torch
 
     from ringspan.kernels.attention import attention
@@ -86,7 +90,7 @@ def _measured(config: Config, device: str) -> tuple[float, tuple[float, float]]:
     gpu, model = device == "cuda", config.model
     size, length, dtype = (8192, 16384, torch.bfloat16) if gpu else (512, 1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    products = 2 * size**3 / _seconds(lambda: a @ b, gpu)
+    matmuls = 2 * size**3 / _seconds(lambda: a @ b, gpu)
     width = head_dim(model)
     q, k, v = (
         torch.randn(1, length, heads, width, device=device, dtype=dtype, requires_grad=True)
@@ -96,17 +100,17 @@ def _measured(config: Config, device: str) -> tuple[float, tuple[float, float]]:
     dout = torch.randn_like(out)
     forward = _seconds(lambda: attention(q, k, v, mask=Mask(causal=True)), gpu)
     backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), gpu)
-    once = 4 * model.heads * width * visible_pairs([length])
-    return products, (once / forward, 2.5 * once / backward)
+    flops = 4 * model.heads * width * visible_pairs([length])
+    return matmuls, (flops / forward, 2.5 * flops / backward)
 
 
-def _seconds(work: Callable[[], Any], gpu: bool) -> float:
+def _seconds(function: Callable[[], Any], gpu: bool) -> float:
     import torch
 
     best = math.inf
     for _ in range(5):
         begin = time.perf_counter()
-        work()
+        function()
         if gpu:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - begin)

@@ -1,16 +1,16 @@
-"""How much memory a step needs on a rank, by term, without making it. Imports no torch.
+"""Memory footprint of a training step on one rank, by term, computed without allocating it. Imports no torch.
 
-A step has moments, and what is there at each differs: layers' checkpoints go as gradients come, the logits of a chunk are gone
-before the first layer goes backward. The peak is the largest moment. P parameters, N ranks, n tokens a rank, b bytes a number:
+The peak is the largest of a step's moments (the loss, the start and end of the backward, the optimizer's step), because some
+terms exist only at some moments. P parameters, N ranks, n tokens per rank, b bytes per element:
 
-    weights      b·P; ZeRO 3: b·P/N and what is gathered at a time; ZeRO 0 in bf16: fp32, and bf16 copies while they are used
-    optimizer    fp32 weights and two moments: 12·P/N (ZeRO 0: two moments, 8·P); muon keeps one moment of matrices
-    gradients    fp32: 4·P for ZeRO 0 and 1, 4·P/N for 2 and 3, and buckets on their way. ZeRO 0, and 1 in fp32, begin anew each
-                 step; 1 in bf16 keeps its 4·P for ever and reduces them where they are. A tied head's waits for the embedding's
+    weights      b·P. ZeRO 3: b·P/N plus gathered weights. ZeRO 0 in bf16: fp32 weights plus bf16 copies during their use
+    optimizer    fp32 weights and two moments: 12·P/N. ZeRO 0: two moments, 8·P. Muon keeps one moment of matrices
+    gradients    fp32: 4·P for ZeRO 0 and 1, 4·P/N for 2 and 3, plus buckets. ZeRO 0, and 1 in fp32, free them after each step;
+                 1 in bf16 keeps its 4·P and reduces in place. A tied head's is held until the embedding's exists
     checkpoints  layers · b·n·dim of inputs; `attention` adds b·n·heads·head_dim + 4·n·heads of (out, lse)
 
-This is torch's allocator. The driver, NCCL and fragmentation take more: RESERVE of the memory is left to them. What is
-offloaded is counted by itself, in the memory of the host, which its ranks share.
+This is the memory of torch's allocator. RESERVE of the device's memory is left to the driver, NCCL and fragmentation.
+Offloaded terms are counted separately, in the host's memory, which its ranks share.
 """
 
 import math
@@ -18,35 +18,39 @@ import os
 from dataclasses import dataclass, field, replace
 
 from ringspan.trainer.config.schema import Config
-from ringspan.trainer.config.validate import compiles, mesh_of, multiplies_bf16
+from ringspan.trainer.config.validate import compiles, mesh_of, uses_bf16
 from ringspan.trainer.planning.flops import head_dim, parameters
 
 GIB = 2**30
 RESERVE = 0.08
-LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps at most
-CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22  # kernels.loss
-PART_BYTES, SHORT = 2**28, 2**15  # parallel.transport
+MAX_LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps
+# Copies of constants in ringspan/kernels/loss.py (logits per chunk) and ringspan/parallel/transport/select.py (bytes above
+# which a block's dK/dV are sent in parts; rows of a short shard): importing those modules would import torch.
+# tests/trainer/planning/test_memory.py compares them.
+CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22
+PART_BYTES, SHORT_SHARD = 2**28, 2**15
+SYMMETRIC = "ring's symmetric memory"  # K/V and gradients, with copy engines
+BACKWARD_START, BACKWARD_END = "the start of the backward", "the end of the backward"
 
 
 @dataclass
 class Footprint:
-    """Bytes on one rank by term, and which terms are there at a moment."""
+    """Bytes on one rank by term, and the terms that exist at each moment."""
 
     terms: dict[str, float] = field(default_factory=dict)
     moments: dict[str, list[str]] = field(default_factory=dict)
-    offloaded: dict[str, float] = field(default_factory=dict)  # to the host's memory, for the whole run
+    offloaded: dict[str, float] = field(default_factory=dict)  # terms in the host's memory, during the whole run
 
     def at(self, moment: str) -> float:
         return sum(self.terms[name] for name in self.moments[moment])
 
     @property
-    def highest(self) -> str:
-        """The moment of the peak."""
+    def peak_moment(self) -> str:
         return max(self.moments, key=self.at)
 
     @property
     def peak(self) -> float:
-        return self.at(self.highest)
+        return self.at(self.peak_moment)
 
     @property
     def on_host(self) -> float:
@@ -54,28 +58,34 @@ class Footprint:
 
 
 def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
-    """Of a config whose model is resolved: its vocabulary and max_positions are known."""
+    """Compute a rank's footprint.
+
+    Args:
+        config: a valid config whose model is resolved: its vocabulary and max_positions are known.
+        world: number of ranks.
+        gpu: whether ranks run on GPUs.
+    """
     model, engine = config.model, config.engine
     data, ring, ulysses = mesh_of(config, world)
     width, counts = head_dim(model), parameters(model)
-    bf16 = multiplies_bf16(config, gpu)
+    bf16 = uses_bf16(config, gpu)
     b = 2 if bf16 else 4
     n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
     P, shards = counts.total, world if engine.zero else 1
     layer = (counts.attention + counts.mlp) / model.layers
 
-    found = Footprint()
-    always = found.terms  # whatever is there from here on is there at every moment
+    result = Footprint()
+    always = result.terms  # terms that exist at every moment
     if engine.zero == 0:
         always["weights"] = 4 * P + (2 * P if bf16 else 0)
     elif engine.zero < 3:
         always["weights"] = b * P
     else:
-        gathered = min(P, LIVE, max(3 * layer, model.vocabulary * model.dim)) + engine.prefetch_mb * 2**20 / b
+        gathered = min(P, MAX_LIVE_PARAMETERS, max(3 * layer, model.vocabulary * model.dim)) + engine.prefetch_mb * 2**20 / b
         always["weights"] = (0 if engine.offload_parameters else b * P / shards) + b * min(gathered, P)
     moments = 8 if config.optim.kind == "adamw" else 8 - 4 * (counts.attention + counts.mlp) / P
-    kept = moments * P / shards + (4 * P / shards if engine.zero else 0)
-    always["optimizer"] = 0 if engine.offload_optimizer else kept
+    optimizer = moments * P / shards + (4 * P / shards if engine.zero else 0)
+    always["optimizer"] = 0 if engine.offload_optimizer else optimizer
     gradients = 4 * P / (shards if engine.zero > 1 else 1)
     if engine.offload_optimizer and engine.zero > 1:
         gradients = 0
@@ -85,9 +95,10 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
 
     heads, kv = model.heads * width, model.kv_heads * width
     inputs, attention = b * n * model.dim, b * n * heads + 4 * n * model.heads
-    # In MLP widths: what autograd saves (the compiler makes silu(gate) again), and the most that its backward has at a time:
-    # swiglu's gate, up, their gradients, and two that came in and went out; gelu's input, its gradient, and its output's.
-    saved_widths, most_widths = (3 if compiles(config, gpu) else 4, 6) if model.activation == "swiglu" else (2, 3)
+    # In MLP widths: tensors that autograd saves (the compiler recomputes silu(gate)), and the most that exist during the
+    # backward. swiglu: gate, up, their gradients, one incoming and one outgoing gradient; gelu: its input and the gradients
+    # of its input and output.
+    saved_widths, peak_widths = (3 if compiles(config, gpu) else 4, 6) if model.activation == "swiglu" else (2, 3)
     saved_mlp = b * n * (model.dim + saved_widths * model.mlp_dim)
     saved_attention = b * n * (2 * model.dim + heads + 2 * kv) + attention
     if engine.activations == "none":
@@ -96,173 +107,193 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
         checkpoints = inputs * (2 if engine.offload_activations and gpu else model.layers)
         checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
-    kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of the ring's longer rows
-    doubling = config.parallel.layout != "striped"  # the layouts whose steps may take several blocks
-    of_ring = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
-    if ring > 1 and gpu:  # by copy engines, as on one host
-        always["K, V and gradients shown to other ranks"] = shown(*of_ring, doubling)
+    kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of a ring's rank, whose rows are ulysses times as many
+    doubling = config.parallel.layout != "striped"  # layouts whose steps may take several blocks
+    ring_shape = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
+    if ring > 1 and gpu:  # for copy engines, the transport within one host
+        always[SYMMETRIC] = symmetric_memory(*ring_shape, doubling)
 
     base = list(always)
-    always = found.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
+    always = result.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
     micro_batches = config.data.batch // (config.data.micro_batch * data)
     if engine.zero > 1 or micro_batches > 1 or in_place:
-        base.append("gradients")  # there from the start, or since the micro-batch before
+        base.append("gradients")  # exist from the beginning, or since the previous micro-batch
 
-    # What runs again, less the (out, lse) that are among the checkpoints.
-    again = 0 if engine.activations == "none" else 1
+    # Recomputed tensors, without the (out, lse) that are among the checkpoints.
+    recomputes = 0 if engine.activations == "none" else 1
     recomputed = saved_attention - (attention if engine.activations == "attention" else 0)
-    backward_mlp = again * (recomputed + saved_mlp) + b * n * ((most_widths - saved_widths) * model.mlp_dim + model.dim)
-    backward_attention = again * recomputed + 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
+    backward_mlp = recomputes * (recomputed + saved_mlp) + b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
+    backward_attention: float = recomputes * recomputed
+    backward_attention += 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
     if ring > 1:
-        sent = on_their_way(*of_ring) - always.get("K, V and gradients shown to other ranks", 0)  # over several hosts
-        backward_attention += max(sent, on_their_way(*of_ring, gpu, doubling))
+        across_hosts = ring_backward_buffers(*ring_shape) - always.get(SYMMETRIC, 0)
+        backward_attention += max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
     if ulysses > 1:
         backward_attention += b * n * (2 * heads + 2 * kv)
     weight_gradients = b * layer if engine.zero else 0
-    found.terms["a layer's backward"] = max(backward_mlp, backward_attention) + weight_gradients
+    result.terms["a layer's backward"] = max(backward_mlp, backward_attention) + weight_gradients
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
-    found.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + b)
-    found.terms["head's gradient"] = table * (b if engine.zero else 4)
-    found.terms["optimizer's step"] = (
+    result.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + b)
+    result.terms["head's gradient"] = table * (b if engine.zero else 4)
+    result.terms["optimizer's step"] = (
         0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
     )
-    # Autograd holds a tied head's until the embedding's comes, at the end; among gradients that begin anew it has its place.
-    waits = ["head's gradient"] * model.tied
-    for moment, there in {
+    # Autograd holds a tied head's gradient until the embedding's exists, at the end of the backward. If gradients are freed
+    # after each step, the term "gradients" includes it then.
+    tied = ["head's gradient"] * model.tied
+    for moment, names in {
         "the loss": ["checkpoints", "loss"],
-        "the first layer that goes backward": [
-            "checkpoints",
-            "a layer's backward",
-            *(waits if "gradients" in base else ["head's gradient"]),
-        ],
-        "the last layer that goes backward": ["gradients", "a layer's backward", *(waits if "gradients" in base else [])],
+        BACKWARD_START: ["checkpoints", "a layer's backward", *(tied if "gradients" in base else ["head's gradient"])],
+        BACKWARD_END: ["gradients", "a layer's backward", *(tied if "gradients" in base else [])],
         "the optimizer's step": ["gradients", "optimizer's step"],
     }.items():
-        found.moments[moment] = list(dict.fromkeys([*base, *there]))
+        result.moments[moment] = list(dict.fromkeys([*base, *names]))
     if gpu:  # a CPU rank has one memory, which is counted above
-        found.offloaded = offloaded(config, inputs, P / shards, b, micro_batches > 1)
-    return found
+        result.offloaded = _offloaded(config, inputs, P / shards, b, micro_batches > 1)
+    return result
 
 
-def offloaded(config: Config, inputs: float, share: float, b: int, accumulates: bool) -> dict[str, float]:
-    """What a rank has in its host's memory, with inputs of so many bytes a layer and its share of the weights.
+def _offloaded(config: Config, inputs: float, share: float, b: int, accumulates: bool) -> dict[str, float]:
+    """Return a rank's bytes in host memory; `inputs` are bytes per layer, `share` is the rank's number of weights.
 
-    The optimizer's part is DeepSpeed's: ZeRO 1 and 2 keep a copy of the weights that go back to the GPU, and sums of earlier
-    micro-batches in the weights' type; ZeRO 3 has a second buffer of gradients.
+    DeepSpeed's offloaded optimizer: ZeRO 1 and 2 keep a copy of the weights that go back to the GPU, and sums of earlier
+    micro-batches in the weights' dtype; ZeRO 3 has a second gradient buffer.
     """
-    engine, found = config.engine, dict[str, float]()
+    engine, sizes = config.engine, dict[str, float]()
     if engine.offload_activations:
-        found["checkpoints"] = config.model.layers * pinned(inputs)
+        sizes["checkpoints"] = config.model.layers * pinned_size(inputs)
     if engine.offload_parameters:
-        found["weights"] = pinned(b * share)
+        sizes["weights"] = pinned_size(b * share)
     if engine.offload_optimizer and engine.zero == 3:
-        found["optimizer"], found["gradients"] = 12 * share, 2 * pinned(4 * share)
+        sizes["optimizer"], sizes["gradients"] = 12 * share, 2 * pinned_size(4 * share)
     elif engine.offload_optimizer:
-        found["optimizer"] = 8 * share + pinned(4 * share) + pinned(b * share)
-        found["gradients"] = pinned(4 * share) + b * share * accumulates
-    return found
+        sizes["optimizer"] = 8 * share + pinned_size(4 * share) + pinned_size(b * share)
+        sizes["gradients"] = pinned_size(4 * share) + b * share * accumulates
+    return sizes
 
 
-def pinned(nbytes: float) -> float:
-    """What torch takes for so many bytes that a GPU can reach by itself: a power of two (CachingHostAllocator.h)."""
+def pinned_size(nbytes: float) -> float:
+    """Return the bytes that torch allocates for pinned memory: the next power of two (CachingHostAllocator.h)."""
     return 2 ** math.ceil(math.log2(nbytes))
 
 
 def fits(peak: float, memory: float) -> bool:
+    """Return whether `peak` bytes leave RESERVE of the memory free."""
     return peak <= (1 - RESERVE) * memory
 
 
-def memory_of_machine() -> float:
-    """Bytes of this machine's own memory, which its ranks share for what is not on GPUs."""
+def host_memory() -> float:
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def host_of_a_rank() -> float:
-    """Its part of that, among those that torchrun has started on this machine."""
-    return memory_of_machine() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def host_memory_per_rank() -> float:
+    """Return this rank's share of the machine's memory, among the ranks that torchrun started on it."""
+    return host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def too_much(config: Config, world: int, memory: float, gpu: bool = True) -> str:
-    """A warning if a rank is planned to need more memory than it has; otherwise nothing."""
-    found, host = footprint(config, world, gpu), host_of_a_rank()
-    needs = []
-    if not fits(found.peak, memory):
-        needs.append(f"need {found.peak / GIB:.1f} GiB (at {found.highest}) and has {memory / GIB:.1f}")
-    if not fits(found.on_host, host):
-        needs.append(f"offload {found.on_host / GIB:.1f} GiB and has {host / GIB:.1f} of this machine's memory")
-    if not needs:
+def memory_warning(config: Config, world: int, memory: float, gpu: bool = True) -> str:
+    """Return a warning if a rank's planned memory exceeds its device's or host's memory, else ""."""
+    need, host = footprint(config, world, gpu), host_memory_per_rank()
+    problems = []
+    if not fits(need.peak, memory):
+        problems.append(f"need {need.peak / GIB:.1f} GiB (at {need.peak_moment}) and has {memory / GIB:.1f}")
+    if not fits(need.on_host, host):
+        problems.append(f"offload {need.on_host / GIB:.1f} GiB and has {host / GIB:.1f} of this machine's memory")
+    if not problems:
         return ""
     return (
-        f"memory: a rank is planned to {', and to '.join(needs)}, so it may run out. "
-        "ringspan check with the same options says what would fit"
+        f"memory: a rank is planned to {', and to '.join(problems)}, so it may run out of memory. "
+        "`ringspan check` with the same options lists changes that fit"
     )
 
 
-def on_their_way(
+def ring_backward_buffers(
     batch: int, rows: int, heads: int, width: int, ring: int, b: int, copied: bool = False, doubling: bool = False
 ) -> float:
-    """What a ring's backward has beside its own K/V and gradients, if others' blocks are as large: `width` is K's and V's.
+    """Return the bytes that a ring's backward allocates in addition to the local K/V and gradients, for blocks of equal size.
 
-    `rows` counts those of all sequences of the batch. Messages go straight out of one sequence's K/V; several are copied first.
-    Copy engines bring K/V to, and take gradients out of, memory that is always there, and `shown`.
+    p2p sends directly from the K/V of one sequence; for several sequences it copies them first. Copy engines use the
+    buffers of `symmetric_memory`, which are not counted here.
+
+    Args:
+        batch: sequences.
+        rows: rows of all sequences of the batch on one rank.
+        heads: KV heads.
+        width: head_dim of K plus that of V.
+        ring: ranks of the ring.
+        b: bytes per element of K and V.
+        copied: copy engines move the blocks, not p2p.
+        doubling: steps may take several blocks.
     """
-    numbers = rows * heads * width
-    steps = _steps(ring, numbers, heads, rows // batch, copied and doubling)
-    blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # in use and coming in, and what others take
-    parts = _parts(numbers, heads, rows // batch)
-    # dK/dV in fp32: two parts that come in, by messages also three that go out
+    elements = rows * heads * width
+    steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
+    blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
+    parts = _num_parts(elements, heads, rows // batch)
+    # dK/dV in fp32: two incoming parts; p2p has three outgoing ones, too.
     if not copied:
         sums = min(5, 2 * parts * len(steps)) / parts
     elif parts > 1:
         sums = 2 * max(steps) / parts
     else:
         sums = sum(sorted(steps)[-2:])
-    # half of the own block, apart from what others add to it; with messages only at the end
+    # Copy engines: half of the local block, kept apart from the remote gradients. With p2p it exists only at the end.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    apart = half if copied else 0
-    return blocks * b * numbers + (sums + apart) * 4 * numbers
+    separate = half if copied else 0
+    return blocks * b * elements + (sums + separate) * 4 * elements
 
 
-def shown(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
-    """Two steps' K/V and two parts of dK/dV, in the memory that the GPUs of a host show each other."""
-    numbers = rows * heads * width
-    steps = _steps(ring, numbers, heads, rows // batch, doubling)
-    parts = _parts(numbers, heads, rows // batch)
-    return max(steps) * numbers * (min(2, len(steps)) * b + min(2, parts * len(steps)) * 4 / parts)
+def symmetric_memory(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
+    """Return the bytes of symmetric memory of copy engines: K/V of two steps and two parts of dK/dV.
+
+    The arguments are those of `ring_backward_buffers`.
+    """
+    elements = rows * heads * width
+    steps = _blocks_per_step(ring, elements, heads, rows // batch, doubling)
+    parts = _num_parts(elements, heads, rows // batch)
+    return max(steps) * elements * (min(2, len(steps)) * b + min(2, parts * len(steps)) * 4 / parts)
 
 
-def _steps(ring: int, numbers: int, heads: int, rows: int, doubling: bool) -> list[int]:
-    """How many blocks each step takes (parallel.transport.blocks_per_step)."""
-    most = max(1, PART_BYTES * _parts(numbers, heads, rows) // (4 * numbers)) if doubling else 1
+def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: bool) -> list[int]:
+    """The blocks of each step, as in parallel/transport/select.py; `rows` of one sequence."""
+    limit = max(1, PART_BYTES * _num_parts(elements, heads, rows) // (4 * elements)) if doubling else 1
     steps, left = list[int](), ring - 1
     while left:
-        steps.append(min(2 ** len(steps), left, most))
+        steps.append(min(2 ** len(steps), left, limit))
         left -= steps[-1]
     return steps
 
 
-def _parts(numbers: int, heads: int, rows: int) -> int:
-    """A block's dK/dV go in as many parts, and a larger step's in no more. `rows` are one sequence's."""
-    return math.gcd(heads, 4) if 4 * numbers > PART_BYTES * (2 if rows <= SHORT else 1) else 1
+def _num_parts(elements: int, heads: int, rows: int) -> int:
+    """The parts in which a block's dK/dV are sent, an upper bound for a larger step; `rows` of one sequence."""
+    return math.gcd(heads, 4) if 4 * elements > PART_BYTES * (2 if rows <= SHORT_SHARD else 1) else 1
 
 
-def longest(config: Config, world: int, memory: float, gpu: bool = True, host: float = math.inf) -> int:
-    """The longest sequence, in multiples of 1024 tokens, whose step fits; 0 if none does. `host`: what a rank may offload."""
+def longest_sequence(config: Config, world: int, memory: float, gpu: bool = True, host: float = math.inf) -> int:
+    """Return the longest sequence in multiples of 1024 tokens whose step fits; 0 if none does.
 
-    def holds(length: int) -> bool:
+    Args:
+        config: the config; its data.length is replaced.
+        world: number of ranks.
+        memory: bytes of a rank's device.
+        gpu: whether ranks run on GPUs.
+        host: bytes of host memory per rank.
+    """
+
+    def length_fits(length: int) -> bool:
         model = config.model
-        rows = length if model.positions == "learned" else 0
-        at = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=rows))
-        found = footprint(at, world, gpu)
-        return fits(found.peak, memory) and fits(found.on_host, host)
+        max_positions = length if model.positions == "learned" else 0
+        changed = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=max_positions))
+        need = footprint(changed, world, gpu)
+        return fits(need.peak, memory) and fits(need.on_host, host)
 
-    if not holds(1024):
+    if not length_fits(1024):
         return 0
     low, high = 1, 2
-    while high < 2**22 and holds(high * 1024):
+    while high < 2**22 and length_fits(high * 1024):
         low, high = high, high * 2
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle * 1024) else (low, middle)
+        low, high = (middle, high) if length_fits(middle * 1024) else (low, middle)
     return low * 1024

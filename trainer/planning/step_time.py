@@ -1,4 +1,4 @@
-"""Seconds of a training step by what they are spent on."""
+"""Time of a training step: matmuls, attention, and exposed communication. Imports no torch."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from ringspan.trainer.planning.flops import attention_flops, head_dim, parameter
 from ringspan.trainer.planning.machines import MACHINES, Machine
 
 SPEEDS = Path(__file__).with_name("attention_speeds.json")  # measured_speeds() of docs/results; `make tables` writes it
-LINKS = 0.6  # of a link's nominal speed
+LINK_EFFICIENCY = 0.6  # share of a link's nominal speed
+EXPOSED = 0.3  # share of ZeRO 2's and 3's communication that compute does not hide
 SHAPE = ("head_dim", "length", "causal", "window", "documents")
 
 
@@ -34,9 +35,12 @@ def measured_speeds(results: Path) -> list[dict[str, Any]]:
 
 
 def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]:
-    """Return FLOP/s of attention, forward and backward, and the source of the figures."""
+    """Return FLOP/s of attention's forward and backward, and the source of the figures.
+
+    The figures are measured on this machine, or the nearest row of SPEEDS; rows of another device are scaled by the peaks.
+    """
     if target.attention:
-        return *target.attention, "measured here"
+        return *target.attention, "measured on this machine"
     best: tuple[float, float, float, str] | None = None
     width, windowed = head_dim(config.model), any(config.model.windows)
     rows = json.loads(SPEEDS.read_text())
@@ -55,27 +59,34 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
         if best is None or distance < best[0]:
             best = distance, row["forward_tflops"] * factor * 1e12, row["backward_tflops"] * factor * 1e12, source
     if best is None:
-        return target.products / 2, target.products / 2, "no measurement: half the speed of matmuls is assumed"
+        return target.matmuls / 2, target.matmuls / 2, "no measurement: half the speed of matmuls is assumed"
     return best[1], best[2], best[3]
 
 
 def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
-    """Seconds of a step by what they are spent on, for documents as long as the sequence; see `_assumed`."""
+    """Return the seconds of a step by kind, for documents as long as the sequence.
+
+    Not counted: the ring's transfers (attention hides them), Ulysses' exchange of heads, and offloading.
+
+    Args:
+        config: a valid config whose model is resolved.
+        world: number of ranks.
+        target: the machine.
+    """
     model, engine, data = config.model, config.engine, config.data
     forward, backward, _ = attention_speed(config, target)
     lengths = [data.length] * data.batch
     counts = parameters(model)
     tokens = data.batch * data.length
-    again = engine.activations != "none"
-    layers = counts.products - model.vocabulary * model.dim
-    products = (6 * counts.products + 2 * again * layers) * tokens / target.products / world
-    once = attention_flops(model, lengths, 1.0)
-    attention = (once * (1 + (engine.activations == "full")) / forward + 2.5 * once / backward) / world
+    recomputes = engine.activations != "none"
+    layer_weights = counts.matmuls - model.vocabulary * model.dim
+    matmuls = (6 * counts.matmuls + 2 * recomputes * layer_weights) * tokens / target.matmuls / world
+    flops = attention_flops(model, lengths, 1.0)
+    attention = (flops * (1 + (engine.activations == "full")) / forward + 2.5 * flops / backward) / world
     num = data.batch // (data.micro_batch * validate.mesh_of(config, world)[0])
     width = 2 if target.gpu else 4
-    moved = (
-        {0: 2 * 4, 1: 4 + width, 2: 4 * num + width, 3: (2 * width + 4) * num}[engine.zero] * counts.total * (world - 1) / world
-    )
-    # ZeRO 2 and 3 send gradients while the backward runs; ZeRO 3 fetches weights ahead. What stays visible is the rest.
-    exposed = moved / (LINKS * target.link) * (1.0 if engine.zero < 2 else 0.3)
-    return {"matrix products": products, "attention": attention, "weights and gradients on their way": exposed}
+    bytes_per_weight = {0: 2 * 4, 1: 4 + width, 2: 4 * num + width, 3: (2 * width + 4) * num}[engine.zero]
+    nbytes = bytes_per_weight * counts.total * (world - 1) / world
+    # ZeRO 2 and 3 reduce gradients during the backward, and ZeRO 3 prefetches weights: compute hides most of it.
+    communication = nbytes / (LINK_EFFICIENCY * target.link) * (1.0 if engine.zero < 2 else EXPOSED)
+    return {"matmuls": matmuls, "attention": attention, "exposed communication of ZeRO": communication}

@@ -1,4 +1,4 @@
-"""Checkpoints survive kills at any point of a save, and damage is told apart, named and stepped over."""
+"""Checkpoints survive a kill at any point of a save; damage is named, and an older checkpoint is used."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from ringspan.trainer.checkpoint import checkpoint
 from tests.trainer import jobs
 
-# Ten places in the life of a save: before the folder, each file, each flush, the manifest, the rename and what follows.
+# Ten points of a save: before the folder, the files, the flushes, the manifest, the rename and the pruning; and the rank.
 POINTS = [
     ("shutil.rmtree", 0),
     ("ringspan.trainer.checkpoint.checkpoint.Writer", 1),
@@ -28,23 +28,24 @@ POINTS = [
 
 
 class SingleRank:
-    """One rank, without torch.distributed."""
+    """A DistributedContext of one rank, without torch.distributed."""
 
     rank, world = 0, 1
 
     def gather(self, value):
         return [value]
 
-    def first(self, value):
+    def broadcast(self, value):
         return value
 
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:
-    path, damaged = checkpoint.newest(folder, SingleRank())  # type: ignore[arg-type]
+    path, damaged = checkpoint.find_newest(folder, SingleRank())  # type: ignore[arg-type]
     return path.name if path else None, damaged
 
 
 def holds(folder: Path, name: str, step: int) -> bool:
+    """Whether a checkpoint has the values that `jobs.save_fake` writes at this step."""
     reader = checkpoint.Reader(folder / name)
     values = jobs.FakeEngine(float(step)).values
     same = all(
@@ -54,16 +55,16 @@ def holds(folder: Path, name: str, step: int) -> bool:
 
 
 @pytest.mark.parametrize(("point", "rank"), POINTS)
-def test_a_kill_in_a_save_never_loses_the_last_checkpoint(tmp_path: Path, point: str, rank: int) -> None:
+def test_kill_during_a_save_never_loses_the_last_checkpoint(tmp_path: Path, point: str, rank: int) -> None:
     codes = jobs.run_ranks(2, jobs.save_fake, str(tmp_path), [10, 20], 5, point, rank)
     assert codes[rank] == -signal.SIGKILL
     name, damaged = newest(tmp_path)
-    assert damaged == [], "a save that was cut off leaves nothing that looks like a checkpoint"
+    assert damaged == [], "an interrupted save leaves nothing that looks like a checkpoint"
     committed = point == "ringspan.trainer.checkpoint.checkpoint._prune"
     assert name == ("step-00000020" if committed else "step-00000010")
     assert holds(tmp_path, name, 20 if committed else 10)
     assert not list(tmp_path.glob("*.tmp"))
-    assert jobs.run_ranks(2, jobs.save_fake, str(tmp_path), [20, 30]) == [0, 0], "and saving goes on after it"
+    assert jobs.run_ranks(2, jobs.save_fake, str(tmp_path), [20, 30]) == [0, 0], "the next save works"
     assert newest(tmp_path)[0] == "step-00000030"
 
 
@@ -101,14 +102,14 @@ def damage(path: Path, how: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["weights-00001", "moments-00000"])
-def test_damage_is_told_apart_named_and_survived(saved: Path, kind: str, how: str, message: str) -> None:
+def test_each_kind_of_damage_is_named_and_an_older_checkpoint_is_used(saved: Path, kind: str, how: str, message: str) -> None:
     damage(saved / "step-00000003" / f"{kind}.safetensors", how)
     name, problems = newest(saved)
     assert name == "step-00000002" and holds(saved, name, 2)
     assert len(problems) == 1 and f"step-00000003 is damaged: {kind}.safetensors {message}" in problems[0]
 
 
-def test_a_damaged_manifest_and_state_are_named(saved: Path) -> None:
+def test_damaged_manifest_and_state_are_named(saved: Path) -> None:
     (saved / "step-00000003" / "manifest.json").write_text("{")
     damage(saved / "step-00000002" / "state.json", "truncated")
     name, problems = newest(saved)
@@ -118,21 +119,21 @@ def test_a_damaged_manifest_and_state_are_named(saved: Path) -> None:
     assert newest(saved)[0] is None
 
 
-@pytest.mark.parametrize(("how", "why"), [("unreadable", "Too many levels"), ("a folder", "Is a directory")])
-def test_a_manifest_that_cannot_be_read_is_damage(saved: Path, how: str, why: str) -> None:
-    """And no error of one rank alone, for which the others would wait."""
+@pytest.mark.parametrize(("how", "reason"), [("unreadable", "Too many levels"), ("a folder", "Is a directory")])
+def test_unreadable_manifest_counts_as_damage(saved: Path, how: str, reason: str) -> None:
+    """An exception on one rank would leave the other ranks waiting in a collective."""
     damage(saved / "step-00000003" / "manifest.json", how)
     name, (problem,) = newest(saved)
-    assert name == "step-00000002" and f"step-00000003 is damaged: manifest.json cannot be read: {why}" in problem
+    assert name == "step-00000002" and f"step-00000003 is damaged: manifest.json cannot be read: {reason}" in problem
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
     assert jobs.run_ranks(1, jobs.save_fake, str(tmp_path), [1, 2, 3, 4], 2) == [0]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
 
 def full_disk(folder: str, rank: int) -> None:
-    """The disk of one rank is full from its second tensor on."""
+    """Save while the disk of one rank is full from its second tensor on."""
     import errno
 
     from ringspan.trainer.checkpoint import safetensors
@@ -150,7 +151,7 @@ def full_disk(folder: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_is_named_and_the_run_goes_on(tmp_path: Path, rank: int) -> None:
+def test_full_disk_is_reported_on_all_ranks_and_the_run_continues(tmp_path: Path, rank: int) -> None:
     assert jobs.run_ranks(2, jobs.save_fake, str(tmp_path), [10]) == [0, 0]
     assert jobs.run_ranks(2, full_disk, str(tmp_path), rank) == [0, 0]
     for reader in (0, 1):
@@ -158,15 +159,15 @@ def test_a_full_disk_is_named_and_the_run_goes_on(tmp_path: Path, rank: int) -> 
     assert newest(tmp_path) == ("step-00000010", []) and not list(tmp_path.glob("*.tmp"))
 
 
-def test_nothing_in_a_checkpoint_is_pickled(saved: Path) -> None:
+def test_checkpoint_contains_only_json_and_safetensors(saved: Path) -> None:
     for path in (saved / "step-00000003").iterdir():
         assert path.suffix in (".json", ".safetensors")
         if path.suffix == ".json":
             json.loads(path.read_text())
 
 
-def both_at_once(folder: str) -> None:
-    """No rank's disk goes on before the other's has begun, and a weight is read by both ranks together."""
+def concurrent_save(folder: str) -> None:
+    """Save with writes that wait until the other rank writes too, and reads that both ranks do together."""
     import torch.distributed as dist
 
     from ringspan.trainer.checkpoint import safetensors
@@ -177,7 +178,7 @@ def both_at_once(folder: str) -> None:
         (Path(folder) / f"writing-{rank}").touch()
         until = time.monotonic() + 20
         while not (Path(folder) / f"writing-{1 - rank}").exists():
-            assert time.monotonic() < until, "the other rank waits for this one's disk"
+            assert time.monotonic() < until, "the other rank waits for this rank's disk"
             time.sleep(0.01)
         original(self, tensor)
 
@@ -190,8 +191,8 @@ def both_at_once(folder: str) -> None:
     jobs.save_fake(folder, [7])
 
 
-def test_ranks_write_at_the_same_time(tmp_path: Path) -> None:
-    assert jobs.run_ranks(2, both_at_once, str(tmp_path)) == [0, 0]
+def test_ranks_write_concurrently(tmp_path: Path) -> None:
+    assert jobs.run_ranks(2, concurrent_save, str(tmp_path)) == [0, 0]
     assert newest(tmp_path) == ("step-00000007", []) and holds(tmp_path, "step-00000007", 7)
 
 
@@ -204,23 +205,23 @@ class SlowWriter:
         self.written.append(int(tensor[0]))
 
 
-def test_what_waits_for_a_slow_disk_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "AHEAD", 100)
-    behind, writer = checkpoint._Behind(), SlowWriter()
-    for number, size in enumerate([30] * 9 + [300] + [30] * 9):  # one is too large to wait with others
-        behind.add(writer, torch.full((size,), number, dtype=torch.uint8))  # type: ignore[arg-type]
+def test_pending_writes_are_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "MAX_PENDING", 100)
+    background, writer = checkpoint._BackgroundWriter(), SlowWriter()
+    for number, size in enumerate([30] * 9 + [300] + [30] * 9):  # the tensor of 300 bytes must wait alone
+        background.add(writer, torch.full((size,), number, dtype=torch.uint8))  # type: ignore[arg-type]
         assert number + 1 - len(writer.written) <= (1 if size > 100 else 3)
-    behind.close()
+    background.close()
     assert writer.written == list(range(19))
 
 
-def test_what_goes_wrong_behind_is_raised() -> None:
+def test_error_of_a_background_write_is_raised() -> None:
     class Broken(SlowWriter):
         def add(self, tensor: torch.Tensor) -> None:
             super().add(tensor)
             raise ValueError(f"number {int(tensor[0])}")
 
-    behind, writer = checkpoint._Behind(), Broken()
-    behind.add(writer, torch.tensor([1]))  # type: ignore[arg-type]
+    background, writer = checkpoint._BackgroundWriter(), Broken()
+    background.add(writer, torch.tensor([1]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="number 1"):
-        behind.close()
+        background.close()

@@ -1,4 +1,4 @@
-"""Hugging Face's folders: logits equal to transformers' where it is installed, and to the published formulas everywhere."""
+"""Hugging Face weights: logits equal those of transformers, if installed, and of the published formulas."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1
 def build(model: Model, rope: Rope) -> GPT:
     gpt = GPT(model, rope)
     generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():  # norms and biases too, which start as ones and zeros
+    with torch.no_grad():  # norms and biases start as ones and zeros
         for weight in gpt.parameters():
             if weight.ndim == 1:
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.2)
@@ -54,7 +54,7 @@ def export(gpt: GPT, path: Path) -> None:
 def load(path: Path) -> GPT:
     _, model, rope = huggingface.read_config(path)
     gpt = GPT(model, rope, seed=None)
-    read = huggingface.values(path, model, rope)
+    read = huggingface.weight_reader(path, model, rope)
     with torch.no_grad():
         for name, weight in gpt.named_parameters():
             weight.copy_(read(name, "weight", 0, weight.numel()).view_as(weight))
@@ -66,65 +66,65 @@ def logits(gpt: GPT) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_out_and_in_again_is_the_same_model(tmp_path: Path, case: str) -> None:
+def test_model_survives_a_round_trip(tmp_path: Path, case: str) -> None:
     gpt = build(*CASES[case])
     export(gpt, tmp_path)
-    again = load(tmp_path)
-    assert again.rope == dataclasses.replace(gpt.rope) and again.config.heads == gpt.config.heads
-    for (name, ours), theirs in zip(gpt.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    assert torch.equal(logits(gpt), logits(again))
+    loaded = load(tmp_path)
+    assert loaded.rope == dataclasses.replace(gpt.rope) and loaded.config.heads == gpt.config.heads
+    for (name, weight), reloaded in zip(gpt.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(weight, reloaded), name
+    assert torch.equal(logits(gpt), logits(loaded))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_published_formulas(tmp_path: Path, case: str) -> None:
-    """From the exported tensors by their Hugging Face names, with nothing of ours in between."""
+def test_logits_equal_the_published_formulas(tmp_path: Path, case: str) -> None:
+    """The formulas use the exported tensors by their Hugging Face names, and none of our code."""
     gpt = build(*CASES[case])
     export(gpt, tmp_path)
     tensors = {name: File(tmp_path / "model.safetensors")[name].double() for name in File(tmp_path / "model.safetensors")}
     config = json.loads((tmp_path / "config.json").read_text())
     expected = (plain_gpt2 if case == "gpt2" else plain_llama)(tensors, config)
     torch.testing.assert_close(logits(gpt).double(), expected, rtol=1e-4, atol=1e-4)
-    assert expected.std() > 0.5  # of numbers that matter
+    assert expected.std() > 0.5  # not only small numbers
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_transformers(tmp_path: Path, case: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
     transformers = pytest.importorskip("transformers")
     gpt = build(*CASES[case])
     export(gpt, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        expected = theirs(TOKENS).logits
+        expected = reference(TOKENS).logits
     torch.testing.assert_close(logits(gpt), expected, rtol=1e-4, atol=1e-4)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")  # and their own files, in shards, come in
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    torch.testing.assert_close(logits(load(tmp_path / "theirs")), expected, rtol=1e-4, atol=1e-4)
+    reference.save_pretrained(tmp_path / "reference", max_shard_size="40KB")  # files written by transformers, in shards
+    assert (tmp_path / "reference" / "model.safetensors.index.json").exists()
+    torch.testing.assert_close(logits(load(tmp_path / "reference")), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-yarn", "llama-linear", "qwen3"])
-def test_configs_of_older_transformers_are_read(tmp_path: Path, case: str) -> None:
+def test_config_of_older_transformers_is_read(tmp_path: Path, case: str) -> None:
     gpt = build(*CASES[case])
     export(gpt, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]  # they had rope_theta, and rope_scaling if there was any
+    del config["rope_parameters"]  # older versions have rope_theta, and rope_scaling if positions are scaled
     assert ("rope_scaling" in config) == (case != "qwen3")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert huggingface.read_config(tmp_path)[2] == gpt.rope
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_any_part_of_a_weight_is_read_alone(tmp_path: Path, case: str) -> None:
+def test_any_range_of_a_weight_can_be_read(tmp_path: Path, case: str) -> None:
     gpt = build(*CASES[case])
     export(gpt, tmp_path)
-    read = huggingface.values(tmp_path, gpt.config, gpt.rope)
+    read = huggingface.weight_reader(tmp_path, gpt.config, gpt.rope)
     for name, weight in gpt.named_parameters():
         num = weight.numel()
         for start, stop in ((0, 1), (num // 3, num // 3 + 7), (num - 5, num), (5, 5)):
             assert torch.equal(read(name, "weight", start, stop), weight.detach().flatten()[start:stop]), (name, start, stop)
 
 
-def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "SHARD", 40_000)
     gpt = build(LLAMA, LLAMA3)
     export(gpt, tmp_path)
@@ -137,29 +137,29 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(tmp_path)
 
 
-def test_another_shape_is_refused_with_every_difference(tmp_path: Path) -> None:
+def test_another_shape_is_rejected_with_every_difference(tmp_path: Path) -> None:
     export(build(LLAMA, LLAMA3), tmp_path)
     wrong = dataclasses.replace(LLAMA, kv_heads=4, mlp_dim=96)
     with pytest.raises(ValueError, match=r"model.kv_heads=4 \(there 2\), model.mlp_dim=96 \(there 80\), rope.base=10000"):
-        huggingface.values(tmp_path, wrong, Rope())
+        huggingface.weight_reader(tmp_path, wrong, Rope())
 
 
 @pytest.mark.parametrize(("name", "factor"), [("llama-1b", 32.0), ("llama-8b", 8.0)])
 def test_presets_scale_positions_as_published(name: str, factor: float) -> None:
-    """The config.json of Llama 3.2 1B and of Llama 3.1 8B."""
+    """As in config.json of Llama 3.2 1B and Llama 3.1 8B."""
     published = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
     published |= dict(original_max_position_embeddings=8192)
     rope = compose.load([f"model={name}"], world_size=1).config.rope
     assert rope == huggingface._read_rope(Path(name), published, dict(rope_theta=500_000.0))
 
 
-def test_positions_that_are_scaled_otherwise_are_told(tmp_path: Path) -> None:
+def test_another_position_scaling_is_reported(tmp_path: Path) -> None:
     export(build(LLAMA, LLAMA3), tmp_path)
-    assert huggingface.scaled_otherwise(tmp_path, LLAMA3) == ""
-    told = huggingface.scaled_otherwise(tmp_path, dataclasses.replace(LLAMA3, factor=32.0))
-    assert told.endswith("rope.factor=32.0 (there 8.0)") and "longer context" in told
+    assert huggingface.rope_difference(tmp_path, LLAMA3) == ""
+    warning = huggingface.rope_difference(tmp_path, dataclasses.replace(LLAMA3, factor=32.0))
+    assert warning.endswith("rope.factor=32.0 (there 8.0)") and "longer context" in warning
     for kind in ("base", "ntk"):
-        assert f"rope.kind={kind} (there llama3), rope.factor=" in huggingface.scaled_otherwise(tmp_path, Rope(kind=kind))
+        assert f"rope.kind={kind} (there llama3), rope.factor=" in huggingface.rope_difference(tmp_path, Rope(kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_positions_that_are_scaled_otherwise_are_told(tmp_path: Path) -> None:
         ("hidden_act", "relu", "hidden_act='relu'"),
         ("attention_bias", True, "attention_bias=True"),
         ("rope_parameters", {"rope_type": "longrope"}, "type longrope"),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, r"not read: {'mscale': 0.7}"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}, r"not supported: {'mscale': 0.7}"),
         ("layer_types", ["sliding_attention"], "only full_attention"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+def test_unsupported_config_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
     export(build(LLAMA, LLAMA3), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
@@ -182,20 +182,20 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, key: str, value: object, m
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_config_says_what_the_numbers_are(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Whoever serves the folder takes its dtype from there."""
+def test_config_has_the_dtype_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Servers of the folder take the dtype from its config.json."""
     export(build(LLAMA, LLAMA3).to(dtype), tmp_path)
     assert f"torch.{json.loads((tmp_path / 'config.json').read_text())['torch_dtype']}" == str(dtype)
     assert File(tmp_path / "model.safetensors")["model.norm.weight"].dtype == dtype
 
 
-def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
+def test_missing_tensor_and_missing_config_are_named(tmp_path: Path) -> None:
     export(build(LLAMA, LLAMA3), tmp_path)
     file = File(tmp_path / "model.safetensors")
     kept = {name: file[name].clone() for name in file if not name.endswith("0.mlp.up_proj.weight")}
     write(tmp_path / "model.safetensors", kept)
     with pytest.raises(ValueError, match=r"lacks the tensors model.layers.0.mlp.up_proj.weight"):
-        huggingface.values(tmp_path, LLAMA, LLAMA3)
+        huggingface.weight_reader(tmp_path, LLAMA, LLAMA3)
     with pytest.raises(ValueError, match=r"no config.json"):
         huggingface.read_config(tmp_path / "nowhere")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -205,26 +205,26 @@ def test_a_lost_tensor_and_a_lost_config_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [dict(sinks=True), dict(softcap=5.0), dict(windows=[4, 0]), dict(norm="layernorm")])
-def test_a_model_that_their_format_cannot_hold_is_refused(changes: dict) -> None:
+def test_model_without_a_hugging_face_family_is_rejected(changes: dict) -> None:
     with pytest.raises(ValueError, match=r"no Llama, Qwen3 or GPT-2"):
         huggingface.family_of(dataclasses.replace(LLAMA, **changes), Rope())
 
 
 def plain_llama(tensors: dict[str, Tensor], config: dict) -> Tensor:
-    """Llama and Qwen3, written down from their papers and model cards, in fp64 and without any of our code."""
+    """Llama and Qwen3 from their papers and model cards, in fp64."""
     H, G, D, eps = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"))
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * tensors[name]
 
     length = TOKENS.shape[1]
-    turns, sharpen = plain_rope(config["rope_parameters"], D)
-    angles = torch.arange(length).double()[:, None] * torch.tensor(turns).double()
-    spin = torch.polar(torch.full_like(angles, sharpen), angles)[None, :, None]
+    frequencies, scale = plain_rope(config["rope_parameters"], D)
+    angles = torch.arange(length).double()[:, None] * torch.tensor(frequencies).double()
+    rotation = torch.polar(torch.full_like(angles, scale), angles)[None, :, None]
 
     def rotate(x: Tensor) -> Tensor:
-        turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * spin
-        return torch.cat([turned.real, turned.imag], -1)
+        rotated = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * rotation
+        return torch.cat([rotated.real, rotated.imag], -1)
 
     x = tensors["model.embed_tokens.weight"][TOKENS]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -249,20 +249,22 @@ def plain_llama(tensors: dict[str, Tensor], config: dict) -> Tensor:
 
 
 def plain_rope(rope: dict, D: int) -> tuple[list[float], float]:
+    """Frequencies of the pairs, and the scale of cos and sin."""
     base, kind = rope["rope_theta"], rope["rope_type"]
-    turns = [base ** (-2 * i / D) for i in range(D // 2)]
+    frequencies = [base ** (-2 * i / D) for i in range(D // 2)]
     if kind == "default":
-        return turns, 1.0
-    slow = [turn / rope["factor"] for turn in turns]
+        return frequencies, 1.0
+    interpolated = [frequency / rope["factor"] for frequency in frequencies]
     if kind == "linear":
-        return slow, 1.0
+        return interpolated, 1.0
     length = rope["original_max_position_embeddings"]
     if kind == "llama3":
         out = []
-        for fast, far in zip(turns, slow, strict=True):
-            wave, low, high = 2 * math.pi / fast, rope["low_freq_factor"], rope["high_freq_factor"]
+        for original, scaled in zip(frequencies, interpolated, strict=True):
+            wave, low, high = 2 * math.pi / original, rope["low_freq_factor"], rope["high_freq_factor"]
             blend = (length / wave - low) / (high - low)
-            out.append(fast if wave < length / high else far if wave > length / low else (1 - blend) * far + blend * fast)
+            blended = (1 - blend) * scaled + blend * original
+            out.append(original if wave < length / high else scaled if wave > length / low else blended)
         return out, 1.0
 
     def pair(rotations: float) -> float:
@@ -270,7 +272,9 @@ def plain_rope(rope: dict, D: int) -> tuple[list[float], float]:
 
     low, high = max(math.floor(pair(rope["beta_fast"])), 0), min(math.ceil(pair(rope["beta_slow"])), D - 1)
     ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(D // 2)]
-    return [f * (1 - r) + s * r for f, s, r in zip(turns, slow, ramp, strict=True)], 0.1 * math.log(rope["factor"]) + 1
+    return [f * (1 - r) + s * r for f, s, r in zip(frequencies, interpolated, ramp, strict=True)], 0.1 * math.log(
+        rope["factor"]
+    ) + 1
 
 
 def plain_gpt2(tensors: dict[str, Tensor], config: dict) -> Tensor:
@@ -281,7 +285,7 @@ def plain_gpt2(tensors: dict[str, Tensor], config: dict) -> Tensor:
         return F.layer_norm(x, (width,), t[name + ".weight"], t[name + ".bias"], config["layer_norm_epsilon"])
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return x @ t[name + ".weight"] + t[name + ".bias"]  # Conv1D keeps its matrix the other way round
+        return x @ t[name + ".weight"] + t[name + ".bias"]  # Conv1D stores its matrix transposed
 
     x = t["wte.weight"][TOKENS] + t["wpe.weight"][:length]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)

@@ -1,4 +1,4 @@
-"""A run that is killed goes on as if nothing had happened, at the same number of ranks bit for bit, at others to 1e-5."""
+"""A killed run resumes: bit for bit at the same number of ranks, to 1e-5 at another; and starts that are rejected."""
 
 import json
 import shutil
@@ -15,8 +15,9 @@ from tests.trainer.checkpoint.test_checkpoint import SingleRank
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
-    found = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    """The lines of one kind in a run's metrics.jsonl."""
+    parsed = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in parsed if line["kind"] == kind]
 
 
 def weights(checkpoint: Path) -> dict[str, bytes]:
@@ -25,23 +26,23 @@ def weights(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_ten_steps_a_kill_and_ten_more_are_twenty_bit_for_bit(tmp_path: Path, zero: int) -> None:
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, zero: int) -> None:
     options = [f"runs={tmp_path}", "steps=20", "debug.deterministic=true", "checkpoint.every=10", f"engine.zero={zero}"]
-    assert jobs.run_ranks(2, jobs.train, [*options, "name=whole"]) == [0, 0]
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=uninterrupted"]) == [0, 0]
     codes = jobs.run_ranks(2, jobs.train, [*options, "name=killed"], jobs.kill_after, 13)
     assert -signal.SIGKILL in codes
     assert jobs.run_ranks(2, jobs.train, [*options, "name=killed"]) == [0, 0]
-    whole, killed = lines(tmp_path / "whole"), lines(tmp_path / "killed")
+    uninterrupted, killed = lines(tmp_path / "uninterrupted"), lines(tmp_path / "killed")
     assert [line["step"] for line in killed] == list(range(1, 21))
     for name in ("loss", "grad", "lr", "samples", "tokens"):
-        assert [line[name] for line in killed] == [line[name] for line in whole], name
+        assert [line[name] for line in killed] == [line[name] for line in uninterrupted], name
     last = "checkpoints/step-00000020"
-    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "whole" / last)
+    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "uninterrupted" / last)
     assert len((tmp_path / "killed" / "starts.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_saved_on_four_ranks_and_resumed_on_one_two_and_eight(tmp_path: Path, optimizer: str) -> None:
+def test_checkpoint_of_four_ranks_resumes_on_one_two_and_eight(tmp_path: Path, optimizer: str) -> None:
     options = [f"runs={tmp_path}", "steps=10", "checkpoint.every=5", f"optim={optimizer}"]
     assert (
         jobs.run_ranks(4, jobs.train, [*options, "name=four", "parallel.ring=2", "parallel.data=2", "engine.zero=2"]) == [0] * 4
@@ -55,33 +56,33 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_and_eight(tmp_path: Path, op
         source = tmp_path / "four" / "checkpoints" / "step-00000005"
         shutil.copytree(source, tmp_path / name / "checkpoints" / "step-00000005")
         assert jobs.run_ranks(world, jobs.train, [*options, f"name={name}", *split]) == [0] * world
-        found = lines(tmp_path / name)
-        assert [line["step"] for line in found] == [6, 7, 8, 9, 10]
-        assert [line["samples"] for line in found] == [line["samples"] for line in expected[5:]]
-        for mine, theirs in zip(found, expected[5:], strict=True):
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), (world, mine["step"])
-            assert mine["labels"] == theirs["labels"]
+        resumed = lines(tmp_path / name)
+        assert [line["step"] for line in resumed] == [6, 7, 8, 9, 10]
+        assert [line["samples"] for line in resumed] == [line["samples"] for line in expected[5:]]
+        for line, reference in zip(resumed, expected[5:], strict=True):
+            assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5), (world, line["step"])
+            assert line["labels"] == reference["labels"]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=4", "checkpoint.every=2"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     before = lines(tmp_path / "run")
     shard = tmp_path / "run" / "checkpoints" / "step-00000004" / "weights-00000.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
+    intact = shard.read_bytes()
+    shard.write_bytes(intact[:-1])
     assert jobs.run_ranks(1, jobs.train, options) == [0]
-    text = jobs.said
-    assert shard.read_bytes() == whole, "the damaged one was not written again"
-    assert "step-00000004 is damaged: weights-00000.safetensors is cut short" in text and "the one before it is used" in text
-    assert "going on after step 2" in text
+    text = jobs.output
+    assert shard.read_bytes() == intact, "the damaged checkpoint was not written again"
+    assert "step-00000004 is damaged: weights-00000.safetensors is cut short" in text and "the previous one is used" in text
+    assert "continuing after step 2" in text
     after = lines(tmp_path / "run")
     assert [(x["step"], x["loss"]) for x in after] == [(x["step"], x["loss"]) for x in before]
     assert checkpoint.verify(shard.parent, SingleRank()) == []  # type: ignore[arg-type]
-    assert "step-00000004 is now step-00000004.bad" in text and Path(f"{shard.parent}.bad").is_dir()
+    assert "step-00000004 is renamed to step-00000004.bad" in text and Path(f"{shard.parent}.bad").is_dir()
 
 
-def test_a_fresh_start_in_a_used_folder_leaves_nothing_of_the_old_weights(tmp_path: Path) -> None:
+def test_new_start_in_a_used_folder_replaces_the_checkpoints(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"]
     last = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert jobs.run_ranks(1, jobs.train, options) == [0]
@@ -90,51 +91,53 @@ def test_a_fresh_start_in_a_used_folder_leaves_nothing_of_the_old_weights(tmp_pa
     assert weights(last) != before and weights(Path(f"{last}.bad")) == before
 
 
-def test_a_fresh_start_that_is_refused_leaves_the_checkpoints(tmp_path: Path) -> None:
+def test_rejected_start_leaves_the_checkpoints(tmp_path: Path) -> None:
     options, empty = [f"runs={tmp_path}", "name=run", "steps=1"], tmp_path / "empty"
     empty.mkdir()
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     assert jobs.run_ranks(1, jobs.train, [*options, "checkpoint.resume=none", f"init_from={empty}"]) == [1]
-    assert "has no config.json that can be read" in jobs.said
+    assert "has no config.json that can be read" in jobs.output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
     assert (tmp_path / "run" / run_folder.FINISHED).exists()
 
 
-def test_a_run_that_began_at_a_path_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+def test_run_started_from_a_path_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "steps=4", "checkpoint.every=1"]
     assert jobs.run_ranks(1, jobs.train, [*options, "name=first", "steps=1"]) == [0]
     path = tmp_path / "first" / "checkpoints" / "step-00000001"
     options += ["name=second", f"checkpoint.resume={path}"]
     jobs.run_ranks(1, jobs.train, options, jobs.kill_after, 3)
-    assert "going on after step 1" in jobs.said
+    assert "continuing after step 1" in jobs.output
     assert jobs.run_ranks(1, jobs.train, options) == [0]
-    assert "going on after step 2" in jobs.said and "is not used" in jobs.said
+    assert "continuing after step 2" in jobs.output and "is not used" in jobs.output
     assert [line["step"] for line in lines(tmp_path / "second")] == [2, 3, 4]
 
 
-def test_a_run_begins_with_weights_of_one_place(tmp_path: Path) -> None:
+def test_run_starts_from_either_a_checkpoint_or_published_weights(tmp_path: Path) -> None:
     options, weights = [f"runs={tmp_path}", "steps=1"], tmp_path / "weights"
     weights.mkdir()
     assert jobs.run_ranks(1, jobs.train, [*options, "name=first"]) == [0]
     path = tmp_path / "first" / "checkpoints" / "step-00000001"
-    begun = [options[0], "name=second", f"checkpoint.resume={path}"]
-    assert jobs.run_ranks(2, jobs.train, [*begun, "steps=2", f"init_from={weights}"]) == [1, 1]
-    assert f"init_from={weights}, checkpoint.resume={path}: a run begins with one" in jobs.said
-    assert jobs.run_ranks(1, jobs.train, [*begun, "steps=2"]) == [0]
-    assert jobs.run_ranks(1, jobs.train, [*begun, "steps=3", f"init_from={weights}"]) == [0], "its own checkpoint is there"
-    assert "going on after step 2" in jobs.said
+    start = [options[0], "name=second", f"checkpoint.resume={path}"]
+    assert jobs.run_ranks(2, jobs.train, [*start, "steps=2", f"init_from={weights}"]) == [1, 1]
+    assert f"init_from={weights}, checkpoint.resume={path}: a run begins with one" in jobs.output
+    assert jobs.run_ranks(1, jobs.train, [*start, "steps=2"]) == [0]
+    assert jobs.run_ranks(1, jobs.train, [*start, "steps=3", f"init_from={weights}"]) == [0], (
+        "with its own checkpoint init_from is allowed"
+    )
+    assert "continuing after step 2" in jobs.output
 
 
-def test_a_run_from_published_weights_says_that_its_positions_are_scaled_otherwise(tmp_path: Path) -> None:
-    options, begun = [f"runs={tmp_path}", "steps=1"], f"init_from={tmp_path}/model"
+def test_run_from_published_weights_reports_another_position_scaling(tmp_path: Path) -> None:
+    options, start = [f"runs={tmp_path}", "steps=1"], f"init_from={tmp_path}/model"
     assert jobs.run_ranks(1, jobs.train, [*options, "name=first"]) == [0]
     export.main([f"checkpoint={tmp_path}/first", f"to={tmp_path}/model"])
-    assert jobs.run_ranks(2, jobs.train, [*options, "name=same", begun]) == [0, 0] and "otherwise" not in jobs.said
-    assert jobs.run_ranks(2, jobs.train, [*options, "name=longer", begun, "rope=linear"]) == [0, 0]
-    assert jobs.said.count("rope.kind=linear (there base), rope.factor=4.0 (there 1.0)") == 1
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=same", start]) == [0, 0] and "otherwise" not in jobs.output
+    assert jobs.run_ranks(2, jobs.train, [*options, "name=longer", start, "rope=linear"]) == [0, 0]
+    assert jobs.output.count("rope.kind=linear (there base), rope.factor=4.0 (there 1.0)") == 1
 
 
-def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_optimizer_is_rejected(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     for change, message in [
@@ -143,52 +146,54 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         ("optim=muon", "another optimizer"),
     ]:
         assert jobs.run_ranks(1, jobs.train, [*options, "steps=3", change]) == [1]
-        assert message in jobs.said
+        assert message in jobs.output
 
 
-def test_the_same_command_goes_on_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+def test_same_command_resumes_a_run_and_leaves_a_finished_run_alone(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "steps=4", "checkpoint.every=2"]
     jobs.run_ranks(1, jobs.train, options, jobs.kill_after, 3)
     (first,) = tmp_path.iterdir()
     assert jobs.run_ranks(1, jobs.train, options) == [0]
-    assert [line["step"] for line in lines(first)] == [1, 2, 3, 4] and "starts again" not in jobs.said
+    assert [line["step"] for line in lines(first)] == [1, 2, 3, 4] and "starts again" not in jobs.output
     assert jobs.run_ranks(1, jobs.train, options) == [0]
-    assert jobs.said.count(f"{first.name} is finished; the same starts again beside it") == 1
+    assert jobs.output.count(f"{first.name} is finished; the same run starts again in {first.name}-2") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.name, first.name + "-2"]
 
 
-@pytest.mark.parametrize("again", ["steps=4", "checkpoint.resume=none"])
-def test_a_finished_run_that_trains_again_and_is_killed_is_not_finished(tmp_path: Path, again: str) -> None:
+@pytest.mark.parametrize("option", ["steps=4", "checkpoint.resume=none"])
+def test_finished_run_that_trains_again_and_is_killed_is_not_finished(tmp_path: Path, option: str) -> None:
     options, finished = [f"runs={tmp_path}", "name=run", "steps=2"], tmp_path / "run" / run_folder.FINISHED
     assert jobs.run_ranks(1, jobs.train, options) == [0] and finished.exists()
-    jobs.run_ranks(1, jobs.train, [*options, again], jobs.kill_after, 3 if again == "steps=4" else 1)
-    assert not finished.exists(), "a sweep would pass it over"
-    assert jobs.run_ranks(1, jobs.train, [*options, again]) == [0] and finished.exists()
+    jobs.run_ranks(1, jobs.train, [*options, option], jobs.kill_after, 3 if option == "steps=4" else 1)
+    assert not finished.exists(), "a sweep would skip it"
+    assert jobs.run_ranks(1, jobs.train, [*options, option]) == [0] and finished.exists()
 
 
-def test_who_extends_a_run_is_told_where_its_rate_jumps(tmp_path: Path) -> None:
+def test_extended_run_reports_a_jump_of_the_learning_rate(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run"]
-    assert jobs.run_ranks(1, jobs.train, [*options, "steps=2"]) == [0] and "lr goes" not in jobs.said
+    assert jobs.run_ranks(1, jobs.train, [*options, "steps=2"]) == [0] and "lr goes" not in jobs.output
     assert jobs.run_ranks(2, jobs.train, [*options, "steps=4"]) == [0, 0]
-    assert jobs.said.count("lr goes from 3.0e-4 to 7.0e-4") == 1
-    assert jobs.run_ranks(1, jobs.train, [*options, "steps=4"]) == [0] and "lr goes" not in jobs.said
-    begun = ["name=other", f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002", "steps=8"]
-    assert jobs.run_ranks(1, jobs.train, [options[0], *begun]) == [0] and "lr goes from 7.0e-4 to 2.2e-3" in jobs.said
+    assert jobs.output.count("lr goes from 3.0e-4 to 7.0e-4") == 1
+    assert jobs.run_ranks(1, jobs.train, [*options, "steps=4"]) == [0] and "lr goes" not in jobs.output
+    start = ["name=other", f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000002", "steps=8"]
+    assert jobs.run_ranks(1, jobs.train, [options[0], *start]) == [0] and "lr goes from 7.0e-4 to 2.2e-3" in jobs.output
 
 
-def test_a_finished_run_without_a_checkpoint_is_not_trained_again_unasked(tmp_path: Path) -> None:
+def test_finished_run_without_a_checkpoint_trains_again_only_on_request(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.at_end=false"]
     assert jobs.run_ranks(1, jobs.train, options) == [0]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    for more in ([], ["steps=3"]):
-        assert jobs.run_ranks(2, jobs.train, [*options, *more]) == [1, 1]
-        assert "that run is finished, and nothing is left to go on from" in jobs.said and "has no checkpoint" in jobs.said
+    for extra in ([], ["steps=3"]):
+        assert jobs.run_ranks(2, jobs.train, [*options, *extra]) == [1, 1]
+        assert (
+            "that run is finished, and nothing is left to continue from" in jobs.output and "has no checkpoint" in jobs.output
+        )
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert jobs.run_ranks(1, jobs.train, [*options, "checkpoint.resume=none"]) == [0]
 
 
 def in_bf16(options: list[str], *killed_after: int) -> None:
-    """What GPUs do; the rules refuse it on a CPU, where it is only slow."""
+    """Train in bf16 as on GPUs. validate.py rejects it on a CPU, where it is only slow."""
     from ringspan.trainer import loop
     from ringspan.trainer.config import compose
     from ringspan.trainer.run import Run
@@ -203,12 +208,12 @@ def in_bf16(options: list[str], *killed_after: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_bf16_goes_on_from_its_fp32_masters_bit_for_bit(tmp_path: Path, zero: int) -> None:
+def test_bf16_run_resumes_from_its_fp32_master_weights_bit_for_bit(tmp_path: Path, zero: int) -> None:
     options = [f"runs={tmp_path}", "steps=6", "debug.deterministic=true", "checkpoint.every=3", f"engine.zero={zero}"]
-    assert jobs.run_ranks(2, in_bf16, [*options, "name=whole"]) == [0, 0]
+    assert jobs.run_ranks(2, in_bf16, [*options, "name=uninterrupted"]) == [0, 0]
     jobs.run_ranks(2, in_bf16, [*options, "name=killed"], 4)
     assert jobs.run_ranks(2, in_bf16, [*options, "name=killed"]) == [0, 0]
-    whole, killed = lines(tmp_path / "whole"), lines(tmp_path / "killed")
-    assert [line["loss"] for line in killed] == [line["loss"] for line in whole]
+    uninterrupted, killed = lines(tmp_path / "uninterrupted"), lines(tmp_path / "killed")
+    assert [line["loss"] for line in killed] == [line["loss"] for line in uninterrupted]
     last = "checkpoints/step-00000006"
-    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "whole" / last)
+    assert weights(tmp_path / "killed" / last) == weights(tmp_path / "uninterrupted" / last)

@@ -1,4 +1,4 @@
-"""What a command line can mean, and sixty ways in which it cannot: one screen, exit code 2, no traceback, no torch."""
+"""Command lines: composition, sweeps, and over sixty mistakes: one message each, exit code 2, no traceback, no torch."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from ringspan.trainer.config.schema import Config
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = "runs=/nowhere"
 
-# (arguments, ranks, what the message has to say)
+# (arguments, ranks, texts in the message)
 WRONG: list[tuple[list[str], int, list[str]]] = [
     # names
     (["optim.lrr=1"], 1, ["optim.lrr=1", "did you mean optim.lr?"]),
@@ -60,7 +60,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["optim.lr=fast"], 1, ["optim.lr=fast: 'fast' is not a number"]),
     (["model.tied=perhaps"], 1, ["model.tied=perhaps", "neither true nor false"]),
     (["optim.betas=[0.9,x]"], 1, ["optim.betas=[0.9,x]"]),
-    (["debug.profile=3"], 1, ["debug.profile=3: this is not a list, which is written [a,b]"]),
+    (["debug.profile=3"], 1, ["debug.profile=3: this is not a list; write a list as [a,b]"]),
     (["data.sources.recall.weight=heavy"], 1, ["data.sources.recall.weight=heavy"]),
     # bounds and choices of values
     (["steps=0"], 1, ["steps=0: it must be at least 1"]),
@@ -98,7 +98,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["engine.offload_activations=true", "engine.activations=none"], 1, ["engine.activations=none"]),
     (["data=text"], 1, ["data.sources.text.paths=[]"]),
     (["data=text", "data.sources.text.paths=[/nowhere]"], 1, ["/nowhere does not exist"]),
-    (["data=text", f"data.sources.text.paths=[/{'n' * 300}]"], 1, ["n" * 300]),  # which no file system can look for
+    (["data=text", f"data.sources.text.paths=[/{'n' * 300}]"], 1, ["n" * 300]),  # longer than any file name may be
     (["data=tokens", "data.sources.tokens.paths=[README.md]"], 1, ["model.vocabulary"]),
     (["data.sources.stdlib.weight=0", "data.sources.recall.weight=0"], 1, ["every weight is 0"]),
     (["~data.sources.stdlib", "~data.sources.recall"], 1, ["data.sources"]),
@@ -110,7 +110,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["checkpoint.resume=/nowhere"], 1, ["checkpoint.resume=/nowhere"]),
     (["checkpoint.keep_every=5", "checkpoint.every=2"], 1, ["checkpoint.keep_every=5"]),
     (["name=a/b"], 1, ["name=a/b"]),
-    (["hardware=cpu", "hardware.host_gib=100"], 1, ["hardware.host_gib=100", "take hardware.memory_gib"]),
+    (["hardware=cpu", "hardware.host_gib=100"], 1, ["hardware.host_gib=100", "set hardware.memory_gib"]),
     (["hardware=h200", "engine.precision=bf16"], 1, ["hardware.name=h200: only `ringspan check`"]),
     (["--config-dir"], 1, ["--config-dir takes a folder"]),
     (["--config-dir="], 1, ["--config-dir takes a folder"]),
@@ -126,14 +126,14 @@ WITHOUT_GPU: list[tuple[list[str], int, list[str]]] = [
 ]
 
 
-def test_there_are_sixty() -> None:
+def test_at_least_sixty_mistakes_are_tested() -> None:
     assert len(WRONG) >= 60
 
 
 @pytest.mark.parametrize(
     ("arguments", "ranks", "messages"), WRONG + ([] if validate.has_gpu() else WITHOUT_GPU), ids=lambda x: str(x)[:60]
 )
-def test_a_wrong_config_is_one_message(
+def test_wrong_config_gives_one_message(
     arguments: list[str], ranks: int, messages: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -147,22 +147,31 @@ def test_a_wrong_config_is_one_message(
     assert "Traceback" not in captured.err and len(captured.err.splitlines()) < 12
 
 
-@pytest.mark.parametrize("program", ["trainer.train", "launch"])
+@pytest.mark.parametrize("program", ["ringspan.trainer.train", "ringspan.launch"])
 @pytest.mark.parametrize("arguments", [["optim.lrr=1"], ["model.heads=3"], ["model=lama"], ["--what"], ["--ranks", "2"]])
-def test_in_a_process_of_its_own_it_takes_under_three_seconds_and_no_torch(program: str, arguments: list[str]) -> None:
+def test_mistake_is_reported_within_three_seconds_and_without_torch(program: str, arguments: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    # A torch that cannot be imported: whoever tries fails with a traceback.
+    # The torch of this folder cannot be imported, so an import fails with a traceback.
     environment["PYTHONPATH"] = str(ROOT / "tests" / "trainer" / "without_torch")
-    began = time.monotonic()
-    done = subprocess.run(
+    start = time.monotonic()
+    result = subprocess.run(
         [sys.executable, "-m", program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    taken = time.monotonic() - began
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "--help" in done.stderr, done.stderr
-    assert taken < 3, f"{taken:.1f} s"
+    seconds = time.monotonic() - start
+    assert result.returncode == 2 and "Traceback" not in result.stderr and "--help" in result.stderr, result.stderr
+    assert seconds < 3, f"{seconds:.1f} s"
 
 
-def test_a_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["hydra", "omegaconf"])
+def test_missing_package_names_the_extra_to_install(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import ringspan.trainer.config.compose"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and f"needs the package {package}" in result.stderr, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ringspan.trainer.config.compose needs")
+    assert 'pip install "ringspan[train]"' in result.stderr
+
+
+def test_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "mine.yaml").write_text("kind: adamw\nlearning_rate: 1e-3\n")
     with pytest.raises(compose.ConfigError) as error:
@@ -175,16 +184,16 @@ def test_a_typo_in_a_file_is_named_with_the_file(tmp_path: Path) -> None:
     assert compose.load(["optim=mine"], str(tmp_path), 1).config.optim.lr == 0.5
 
 
-def test_a_sweep_takes_flags_as_one_word_or_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_accepts_flags_as_one_or_two_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.5\n")
     for flags in (["--cfg", "job", "--config-dir", str(tmp_path)], ["--cfg=job", f"--config-dir={tmp_path}"]):
         with pytest.raises(SystemExit) as stop:
             launch.main(["--ranks=1", "--multirun", *flags, "optim=mine", "seed=1,2"])
-        assert stop.value.code == 0 and "seed: 1" in (shown := capsys.readouterr().out) and "lr: 0.5" in shown
+        assert stop.value.code == 0 and "seed: 1" in (output := capsys.readouterr().out) and "lr: 0.5" in output
 
 
-def test_help_has_every_option_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         compose.main("ringspan train", "About.", ["--help"])
     text = capsys.readouterr().out
@@ -193,7 +202,7 @@ def test_help_has_every_option_with_a_line_about_it(capsys: pytest.CaptureFixtur
     assert "experiment= " in text and "llama-8b" in text
 
 
-def test_the_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         compose.main("ringspan train", None, ["model=llama-8b", "optim.lr=0.125", "--cfg", "job"])
     text = capsys.readouterr().out
@@ -214,7 +223,7 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
     for path in sorted((compose.CONF / group).glob("*.yaml")):
         choice = f"{group}={path.stem}"
         if choice in ("engine=offload", "debug=profile") and not validate.has_gpu():
-            continue  # these are about a GPU's memory
+            continue  # they need a GPU
         ranks = 2 if choice == "parallel=ulysses" else 1
         os.chdir(ROOT)
         assert isinstance(
@@ -222,12 +231,12 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
         )
 
 
-def test_lengths_may_be_in_k_and_m() -> None:
+def test_lengths_accept_k_and_m() -> None:
     for text, length in (("128k", 131072), ("1M", 1048576), ("4K", 4096), ("512", 512)):
         assert compose.load(["experiment=laptop", f"data.length={text}"]).config.data.length == length
 
 
-def test_a_mesh_takes_what_is_left() -> None:
+def test_mesh_assigns_the_remaining_ranks() -> None:
     def mesh(world: int, *overrides: str) -> tuple[int, int, int]:
         return validate.mesh_of(compose.load([*overrides], world_size=world).config, world)
 
@@ -237,14 +246,14 @@ def test_a_mesh_takes_what_is_left() -> None:
     assert mesh(8, "parallel.ring=2", "parallel.data=0") == (4, 2, 1)
 
 
-def test_a_source_of_ones_own_needs_no_plus() -> None:
+def test_new_source_needs_no_plus() -> None:
     config = compose.load(
         ["data.sources.mine.kind=text", f"data.sources.mine.paths=[{ROOT}]", "~data.sources.recall"], world_size=1
     ).config
     assert set(config.data.sources) == {"stdlib", "mine"} and config.data.sources["mine"].kind == "text"
 
 
-def test_a_sweep_is_every_combination() -> None:
+def test_sweep_expands_to_every_combination() -> None:
     assert compose.sweep(["seed=1,2", "model=tiny", "optim.lr=choice(0.1,0.2)"]) == [
         ["seed=1", "model=tiny", "optim.lr=0.1"],
         ["seed=1", "model=tiny", "optim.lr=0.2"],
@@ -253,27 +262,27 @@ def test_a_sweep_is_every_combination() -> None:
     ]
 
 
-def test_an_option_of_a_sweep_goes_to_the_jobs_that_have_a_use_for_it() -> None:
+def test_sweep_leaves_out_options_that_a_job_does_not_use() -> None:
     assert compose.sweep(["optim=adamw,muon", "optim.muon_lr=0.01,0.02", "seed=1"]) == [
         ["optim=adamw", "seed=1"],
         ["optim=muon", "optim.muon_lr=0.01", "seed=1"],
         ["optim=muon", "optim.muon_lr=0.02", "seed=1"],
     ]
-    assert compose.sweep(["seed=1,1"]) == [["seed=1"], ["seed=1"]], "who asks for it twice gets it twice"
+    assert compose.sweep(["seed=1,1"]) == [["seed=1"], ["seed=1"]], "a repeated value stays repeated"
     jobs = compose.sweep(["schedule=cosine,wsd,constant", "schedule.decay=0.1", "schedule.floor=0.2"])
     assert [len(compose.load(job, world_size=1).overrides) for job in jobs] == [2, 3, 1]
 
 
-def test_what_no_job_of_a_sweep_has_a_use_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_that_no_job_of_a_sweep_uses_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         launch.main(["--ranks=1", "--multirun", "schedule=cosine,linear", "schedule.decay=0.1"])
-    assert stop.value.code == 2 and "only schedule.kind=wsd has a use for it" in capsys.readouterr().err
+    assert stop.value.code == 2 and "only schedule.kind=wsd uses it" in capsys.readouterr().err
 
 
 SHARDS = ["data=tokens", "data.sources.tokens.paths=[README.md]", "model.vocabulary=64"]
 
 
-def test_shards_alone_need_not_have_the_tokenizers_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_token_shards_may_have_fewer_ids_than_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert compose.load(SHARDS, world_size=1).config.model.vocabulary == 64
     for others in (["data.sources.recall.kind=recall"], ["data=stdlib"]):
@@ -281,13 +290,13 @@ def test_shards_alone_need_not_have_the_tokenizers_ids(monkeypatch: pytest.Monke
             compose.load([*SHARDS, *others], world_size=1)
 
 
-def test_a_source_that_would_never_be_drawn_is_found_before_the_start() -> None:
+def test_source_that_would_never_be_drawn_is_rejected() -> None:
     with pytest.raises(compose.ConfigError, match=r"data\.sources\.recall\.weight=0\.0005: less than 1 in 1000 .* give more"):
         compose.load(["data.sources.recall.weight=0.0005"], world_size=1)
 
 
 class Jobs:
-    """Plays the ranks of a sweep's jobs: each ends with its code, the finished ones with a report in their folder."""
+    """Stands in for `launch.start`: a job ends with its exit code, and a finished one leaves its files in its folder."""
 
     def __init__(self, *codes: int, stop_after: int = 0) -> None:
         self.codes, self.stop_after = list(codes), stop_after
@@ -310,7 +319,7 @@ class Jobs:
         return code, stopped
 
 
-def test_a_sweep_goes_on_after_a_job_that_failed_and_marks_it(
+def test_sweep_continues_after_a_failed_job_and_marks_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["--ranks=1", "--multirun", f"runs={tmp_path}", "seed=1,2,3"]
@@ -319,34 +328,34 @@ def test_a_sweep_goes_on_after_a_job_that_failed_and_marks_it(
         assert launch.main([*command, f"name={ran}"]) == code
         assert len(jobs.ran) == ran
     rows = capsys.readouterr().out.split("[3 of 3]")[1].splitlines()[3:6]
-    assert [row.split("seed=")[1][0] for row in rows] == ["3", "1", "2"], "losses first, then NaN"
+    assert [row.split("seed=")[1][0] for row in rows] == ["3", "1", "2"], "finite losses first, then NaN"
     assert [row.rpartition("   ")[2] for row in rows[1:]] == ["failed: exit code 3", "failed: exit code 1"]
     assert "failed" not in rows[0]
 
 
-def test_a_sweep_that_is_given_again_runs_what_is_not_finished(
+def test_repeated_sweep_runs_only_unfinished_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def again(*options: str, stop_after: int = 0) -> Jobs:
+    def run_sweep(*options: str, stop_after: int = 0) -> Jobs:
         monkeypatch.setattr(launch, "start", jobs := Jobs(stop_after=stop_after))
         assert launch.main(["--ranks=1", "--multirun", f"runs={tmp_path}", *options]) == 0
         return jobs
 
     for name in ([], ["name=run"]):
-        assert again(*name, "seed=1,2", stop_after=2).ran == ["seed=1", "seed=2"]
+        assert run_sweep(*name, "seed=1,2", stop_after=2).ran == ["seed=1", "seed=2"]
         capsys.readouterr()
-        assert again(*name, "seed=1,2").ran == ["seed=2"]
-        shown = capsys.readouterr().out
-        assert shown.count("is finished, so it is not run again") == 1
-        assert sorted(text.split("seed=")[1][0] for text in shown.splitlines()[-3:-1]) == ["1", "2"]
-    assert again("name=run", "steps=7", "seed=1,2").ran == ["seed=1", "seed=2"], "that was another run"
-    first, second = again("seed=9", "engine.zero=0,1").folders
-    assert second == f"{first}-2", "the first one's end is not the second's"
-    assert again("seed=9", "engine.zero=0,1").ran == []
-    assert all(name.endswith("-2") for name in again("checkpoint.resume=none", "seed=1,2").folders)
+        assert run_sweep(*name, "seed=1,2").ran == ["seed=2"]
+        output = capsys.readouterr().out
+        assert output.count("is finished, so it is not run again") == 1
+        assert sorted(text.split("seed=")[1][0] for text in output.splitlines()[-3:-1]) == ["1", "2"]
+    assert run_sweep("name=run", "steps=7", "seed=1,2").ran == ["seed=1", "seed=2"], "other options are another run"
+    first, second = run_sweep("seed=9", "engine.zero=0,1").folders
+    assert second == f"{first}-2", "jobs that differ only in options outside the identity have separate folders"
+    assert run_sweep("seed=9", "engine.zero=0,1").ran == []
+    assert all(name.endswith("-2") for name in run_sweep("checkpoint.resume=none", "seed=1,2").folders)
 
 
-def test_nan_has_its_place_in_a_table(tmp_path: Path) -> None:
+def test_table_sorts_nan_after_finite_losses(tmp_path: Path) -> None:
     for name, loss in (("a", 3.0), ("b", float("nan")), ("c", 2.0), ("d", None)):
         (tmp_path / name).mkdir()
         line = dict(kind="train", step=1, loss=loss, tokens_per_s=1.0)
@@ -357,25 +366,25 @@ def test_nan_has_its_place_in_a_table(tmp_path: Path) -> None:
 
 RANK = """
 import pathlib, signal, sys, time
-heard = []
-signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
 print("ready", flush=True)
-while not heard:
+while not received:
     time.sleep(0.01)
 pathlib.Path(sys.argv[1]).write_text("saved")
 """
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_terminal_that_closes_lets_the_ranks_save(tmp_path: Path, ignored: bool) -> None:
-    """torchrun and its rank are played by scripts. Under nohup nobody hears of it."""
+def test_ranks_save_when_the_terminal_closes(tmp_path: Path, ignored: bool) -> None:
+    """Scripts stand in for torchrun and its rank. With SIGHUP ignored, as under nohup, the ranks keep running."""
     saved, torchrun = tmp_path / "saved", tmp_path / "torchrun"
-    rank = [sys.executable, "-c", RANK, str(saved), "trainer.train"]
+    rank = [sys.executable, "-c", RANK, str(saved), "ringspan.trainer.train"]
     torchrun.write_text(f"#!{sys.executable}\nimport subprocess\nraise SystemExit(subprocess.call({rank}))\n")
     torchrun.chmod(0o755)
     code = f"""if True:
         import signal, sys
-        from launch import __main__ as launch
+        from ringspan.launch import __main__ as launch
         sys.executable = {str(torchrun)!r}
         signal.signal(signal.SIGHUP, signal.{"SIG_IGN" if ignored else "SIG_DFL"})
         raise SystemExit(launch.main(["--ranks=1", "--multirun", "runs={tmp_path}", "seed=1,2"]))"""
@@ -384,9 +393,9 @@ def test_a_terminal_that_closes_lets_the_ranks_save(tmp_path: Path, ignored: boo
         [sys.executable, "-c", code], cwd=ROOT, stdout=terminal, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     os.close(terminal)
-    shown = b""
-    while b"ready\r\n" not in shown:  # all of it: the write of a terminal that closes fails
-        shown += os.read(master, 1000)
+    output = b""
+    while b"ready\r\n" not in output:  # the whole line, because a write to a closed terminal fails
+        output += os.read(master, 1000)
     os.close(master)
     launcher.send_signal(signal.SIGHUP)
     if ignored:
@@ -394,5 +403,5 @@ def test_a_terminal_that_closes_lets_the_ranks_save(tmp_path: Path, ignored: boo
             launcher.wait(0.5)
         assert launcher.poll() is None and not saved.exists()
         launcher.send_signal(signal.SIGTERM)
-    _, told = launcher.communicate(timeout=30)
-    assert launcher.returncode == 0 and saved.read_text() == "saved" and "Error" not in told, told
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0 and saved.read_text() == "saved" and "Error" not in errors, errors

@@ -1,4 +1,4 @@
-"""No option is ignored: what only some choices have a use for is refused with the others."""
+"""No option is ignored silently: an option that the config does not use is rejected; and configs of older runs."""
 
 import re
 from operator import attrgetter
@@ -10,10 +10,10 @@ from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import compose, validate
 from ringspan.trainer.config.schema import Config, Source
 
-# (arguments, what the message has to say)
+# (arguments, texts in the message)
 IGNORED: list[tuple[list[str], list[str]]] = [
     (["schedule=constant", "schedule.floor=0.2"], ["schedule.floor=0.2, schedule.kind=constant", "cosine or linear or wsd"]),
-    (["schedule.decay=0.5"], ["only schedule.kind=wsd has a use for it", "leave schedule.decay=0.2"]),
+    (["schedule.decay=0.5"], ["only schedule.kind=wsd uses it", "leave schedule.decay=0.2"]),
     (["optim.muon_lr=0.1", "optim.muon_momentum=0.9"], ["optim.muon_lr=0.1, optim.kind=adamw", "optim.muon_momentum=0.9"]),
     (["rope=linear", "rope.original_length=4096"], ["rope.original_length=4096, rope.kind=linear: only rope.kind=yarn or"]),
     (["rope=llama3", "rope.beta_fast=16"], ["rope.beta_fast=16.0", "only rope.kind=yarn"]),
@@ -36,13 +36,13 @@ IGNORED: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "messages"), IGNORED, ids=lambda x: str(x)[:60])
-def test_what_would_be_ignored_is_refused(arguments: list[str], messages: list[str]) -> None:
+def test_unused_option_is_rejected(arguments: list[str], messages: list[str]) -> None:
     with pytest.raises(compose.ConfigError) as error:
         compose.load(arguments, world_size=1)
     assert all(message in str(error.value) for message in messages), error.value
 
 
-def test_what_some_use_is_as_usual_or_taken() -> None:
+def test_options_that_are_used_or_have_their_default_are_accepted() -> None:
     for options in (
         ["schedule=wsd", "schedule.decay=0.5", "schedule.floor=0"],
         ["optim=muon", "optim.muon_lr=0.1"],
@@ -55,36 +55,36 @@ def test_what_some_use_is_as_usual_or_taken() -> None:
         assert compose.load(options, world_size=1)
 
 
-def test_every_such_rule_names_options_and_choices() -> None:
+def test_rules_name_existing_options_and_choices() -> None:
     for table, node in ((validate.USED_ONLY_WITH, Config()), (validate.USED_ONLY_BY_SOURCES, Source())):
-        for decides, users, names in table:
-            owner, _, last = decides.rpartition(".")
-            choices = type(attrgetter(owner)(node) if owner else node).__dataclass_fields__[last].metadata["choices"]
+        for switch, users, names in table:
+            group, _, last = switch.rpartition(".")
+            choices = type(attrgetter(group)(node) if group else node).__dataclass_fields__[last].metadata["choices"]
             assert set(users) < set(choices) or not users
             assert all(attrgetter(name)(node) is not None for name in names)
 
 
-def test_the_config_of_an_older_run_is_read_whatever_it_ignored(tmp_path: Path) -> None:
+def test_config_of_an_older_run_may_set_unused_options(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("schedule: {kind: constant, floor: 0.3}\nevaluate: {batches: 0, every: 5}\n")
     assert run_folder.config_of(tmp_path).schedule.floor == 0.3
 
 
-def test_a_run_from_before_an_option_is_not_one_with_other_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What its folder does not say was as it is by default, and that is what a command without the option asks for."""
+def test_run_without_a_newer_option_has_its_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option missing from the run's folder does not count as changed if the command has the default."""
     composed = compose.load(["steps=2", "name=run"], world_size=1)
     older = re.sub(r"\n +(begin|digits):.*", "", composed.yaml)
     (tmp_path / "config.yaml").write_text(older)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    run_folder._check_options(tmp_path, composed.config)
+    run_folder._validate_options(tmp_path, composed.config)
     run_folder.finish(tmp_path, dict(steps=2))
-    run_folder._check_options(tmp_path, composed.config)
+    run_folder._validate_options(tmp_path, composed.config)
     assert len(composed.yaml.splitlines()) == len(older.splitlines()) + 3 and capsys.readouterr().out == ""
     other = compose.load(["steps=2", "name=run", "data.sources.recall.keys=9"], world_size=1).config
     with pytest.raises(compose.ConfigError, match=r"other options: data\.sources\.recall\.keys=9 \(was 8\);"):
-        run_folder._check_options(tmp_path, other)
+        run_folder._validate_options(tmp_path, other)
     (tmp_path / "config.yaml").write_text(older + "gone: 1\n")
     with pytest.raises(compose.ConfigError, match=r"other options: .*config\.yaml: not a config of this version: .*gone"):
-        run_folder._check_options(tmp_path, composed.config)
+        run_folder._validate_options(tmp_path, composed.config)
     (tmp_path / run_folder.FINISHED).unlink()
-    run_folder._check_options(tmp_path, composed.config)
-    assert "goes on with other options" in capsys.readouterr().out
+    run_folder._validate_options(tmp_path, composed.config)
+    assert "continues with other options" in capsys.readouterr().out

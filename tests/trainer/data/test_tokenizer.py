@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, and what cannot work is said with its remedy."""
+"""Tokenizers: round trips, published tiktoken files, vocabulary sizes, and errors with their remedy."""
 
 import base64
 import builtins
@@ -28,7 +28,7 @@ def hf_file(folder: Path) -> Path:
 
 
 def tiktoken_file(folder: Path, num: int, gap: int = -1) -> Path:
-    """With as many ranks as a published file has, of tokens that are made up; no token has the rank `gap`."""
+    """A file with `num` ranks, as in a published file, but invented tokens; no token has the rank `gap`."""
     pytest.importorskip("tiktoken")
     tokens = [bytes([i]) for i in range(256)] + [b"de", b"def", b" m"]
     tokens += [b"\xff%d" % i for i in range(len(tokens), num)]
@@ -37,37 +37,38 @@ def tiktoken_file(folder: Path, num: int, gap: int = -1) -> Path:
     return folder / f"{num}.tiktoken"
 
 
-def check(found: tokenizer.Tokenizer) -> list[np.ndarray]:
-    encoded = list(found.encode([text.encode() for text in TEXTS]))
+def validate_round_trip(loaded: tokenizer.Tokenizer) -> list[np.ndarray]:
+    """Encode and decode TEXTS; return the ids."""
+    encoded = list(loaded.encode([text.encode() for text in TEXTS]))
     for ids, text in zip(encoded, TEXTS, strict=True):
-        assert ids.max() < found.size and found.end not in ids
-        assert found.decode(ids.tolist()) == text
-        assert found.decode([*ids.tolist(), found.end]) == text
-    assert found.end < found.size
+        assert ids.max() < loaded.size and loaded.end not in ids
+        assert loaded.decode(ids.tolist()) == text
+        assert loaded.decode([*ids.tolist(), loaded.end]) == text
+    assert loaded.end < loaded.size
     return encoded
 
 
 def test_bytes() -> None:
-    found = tokenizer.load(TokenizerOptions())
-    assert [ids.tolist() for ids in check(found)] == [list(text.encode()) for text in TEXTS]
-    assert (found.size, found.end) == (257, 256)
-    assert found.decode([0xE6, 300, 65]) == "\ufffdA"  # a broken character, an id of the padded vocabulary
+    loaded = tokenizer.load(TokenizerOptions())
+    assert [ids.tolist() for ids in validate_round_trip(loaded)] == [list(text.encode()) for text in TEXTS]
+    assert (loaded.size, loaded.end) == (257, 256)
+    assert loaded.decode([0xE6, 300, 65]) == "\ufffdA"  # a broken character, then an id of the padded vocabulary
 
 
 def test_hugging_face(tmp_path: Path) -> None:
     path = hf_file(tmp_path)
-    found = tokenizer.load(TokenizerOptions(kind="hf", path=str(path)))
-    encoded = check(found)
-    assert found.end == 0 and len(encoded[0]) < len(TEXTS[0].encode())
-    assert tokenizer.load(TokenizerOptions(kind="hf", path=str(tmp_path))).fingerprint == found.fingerprint
+    loaded = tokenizer.load(TokenizerOptions(kind="hf", path=str(path)))
+    encoded = validate_round_trip(loaded)
+    assert loaded.end == 0 and len(encoded[0]) < len(TEXTS[0].encode())
+    assert tokenizer.load(TokenizerOptions(kind="hf", path=str(tmp_path))).fingerprint == loaded.fingerprint
     other = tokenizer.load(TokenizerOptions(kind="hf", path=str(path), end="<odd>"))
-    assert other.end == 1 and other.fingerprint != found.fingerprint
+    assert other.end == 1 and other.fingerprint != loaded.fingerprint
     with pytest.raises(ValueError, match=r"has no token <none>"):
         tokenizer.load(TokenizerOptions(kind="hf", path=str(path), end="<none>"))
-    begun = tokenizer.load(TokenizerOptions(kind="hf", path=str(path), begin="<odd>"))
-    assert (found.begin, begun.begin, begun.end) == ((), (1,), 0)
-    assert len({found.fingerprint, other.fingerprint, begun.fingerprint}) == 3
-    assert [ids.tolist() for ids in check(begun)] == [ids.tolist() for ids in encoded]
+    with_begin = tokenizer.load(TokenizerOptions(kind="hf", path=str(path), begin="<odd>"))
+    assert (loaded.begin, with_begin.begin, with_begin.end) == ((), (1,), 0)
+    assert len({loaded.fingerprint, other.fingerprint, with_begin.fingerprint}) == 3
+    assert [ids.tolist() for ids in validate_round_trip(with_begin)] == [ids.tolist() for ids in encoded]
     with pytest.raises(ValueError, match=r"tokenizer.begin='<none>': .* has no such token"):
         tokenizer.load(TokenizerOptions(kind="hf", path=str(path), begin="<none>"))
 
@@ -82,61 +83,69 @@ def test_hugging_face(tmp_path: Path) -> None:
         (199998, -1, 199999, 200000),
     ],
 )
-def test_a_published_tiktoken_file_is_known_by_its_size(tmp_path: Path, num: int, gap: int, end: int, size: int) -> None:
+def test_published_tiktoken_file_is_identified_by_its_number_of_ranks(
+    tmp_path: Path, num: int, gap: int, end: int, size: int
+) -> None:
     path = str(tiktoken_file(tmp_path, num, gap))
-    found = tokenizer.load(TokenizerOptions(kind="tiktoken", path=path))
-    encoded = check(found)
-    assert (found.end, found.size) == (end, size) and encoded[0][0] == 257  # "def"
+    loaded = tokenizer.load(TokenizerOptions(kind="tiktoken", path=path))
+    encoded = validate_round_trip(loaded)
+    assert (loaded.end, loaded.size) == (end, size) and encoded[0][0] == 257  # "def"
     for option in ("begin", "end"):
         with pytest.raises(ValueError, match=rf"tokenizer.{option}='<none>': .* has <\|end"):
             tokenizer.load(TokenizerOptions(kind="tiktoken", path=path, **{option: "<none>"}))
 
 
-def test_llama_3s_begin_is_known(tmp_path: Path) -> None:
+def test_llama_3_has_a_begin_token(tmp_path: Path) -> None:
     path = str(tiktoken_file(tmp_path, 128000))
-    found, begun = (tokenizer.load(TokenizerOptions(kind="tiktoken", path=path, begin=x)) for x in ("", "<|begin_of_text|>"))
-    assert (found.begin, begun.begin, begun.end) == ((), (128000,), 128001) and found.fingerprint != begun.fingerprint
+    loaded, with_begin = (
+        tokenizer.load(TokenizerOptions(kind="tiktoken", path=path, begin=x)) for x in ("", "<|begin_of_text|>")
+    )
+    assert (loaded.begin, with_begin.begin, with_begin.end) == (
+        (),
+        (128000,),
+        128001,
+    ) and loaded.fingerprint != with_begin.fingerprint
 
 
-def test_a_tiktoken_file_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_tiktoken_file_with_another_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"300.tiktoken' has 300 ranks; .*50256, .*tokenizer.kind=hf"):
         tokenizer.load(TokenizerOptions(kind="tiktoken", path=str(tiktoken_file(tmp_path, 300))))
 
 
 @pytest.mark.parametrize(("name", "num"), [("r50k", 50256), ("p50k", 50280), ("cl100k", 100256), ("o200k", 199998)])
-def test_text_is_split_as_the_library_splits_it(monkeypatch: pytest.MonkeyPatch, name: str, num: int) -> None:
+def test_patterns_split_text_like_the_library(monkeypatch: pytest.MonkeyPatch, name: str, num: int) -> None:
     public = pytest.importorskip("tiktoken_ext.openai_public")
     regex = pytest.importorskip("regex")
-    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})  # which would ask the network
-    theirs = getattr(public, f"{name}_base")()
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: {})  # no download
+    published = getattr(public, f"{name}_base")()
     pattern, special = tokenizer.TIKTOKEN[num]
-    assert special.items() <= theirs["special_tokens"].items()
+    assert special.items() <= published["special_tokens"].items()
     texts = [*TEXTS, "it's IT'S HTMLParser e\u0301 12345 6 ,;\r\n /path//\n\n  x  \n end  ", Path(__file__).read_text()]
     for text in texts:
-        assert regex.findall(pattern, text) == regex.findall(theirs["pat_str"], text)
+        assert regex.findall(pattern, text) == regex.findall(published["pat_str"], text)
 
 
-def test_the_vocabulary_is_the_tokenizers_rounded_up() -> None:
-    found = tokenizer.load(TokenizerOptions())
-    assert tokenizer.vocabulary(0, found) == 320
-    assert tokenizer.vocabulary(257, found) == 257
+def test_vocabulary_is_the_tokenizer_size_rounded_up() -> None:
+    loaded = tokenizer.load(TokenizerOptions())
+    assert tokenizer.vocabulary_size(0, loaded) == 320
+    assert tokenizer.vocabulary_size(257, loaded) == 257
     with pytest.raises(ValueError, match=r"model.vocabulary=256: the tokenizer has 257"):
-        tokenizer.vocabulary(256, found)
+        tokenizer.vocabulary_size(256, loaded)
 
 
 @pytest.mark.parametrize(("kind", "library"), [("hf", "tokenizers"), ("tiktoken", "tiktoken")])
-def test_a_missing_library_is_named_with_its_remedy(
+def test_missing_library_is_named_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, library: str
 ) -> None:
-    real = builtins.__import__
+    original = builtins.__import__
 
-    def without(name, *args, **kwargs):
+    def import_without_library(name, *args, **kwargs):
         if name == library:
             raise ImportError(name)
-        return real(name, *args, **kwargs)
+        return original(name, *args, **kwargs)
 
     (tmp_path / "file").write_text("x")
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_without_library)
     with pytest.raises(ValueError, match=f"pip install {library}"):
         tokenizer.load(TokenizerOptions(kind=kind, path=str(tmp_path / "file")))
 
@@ -148,24 +157,24 @@ def test_a_missing_library_is_named_with_its_remedy(
         (dict(kind="tiktoken", path="nowhere"), "tokenizer.path='nowhere'"),
     ],
 )
-def test_wrong_options_are_named(options: dict, message: str) -> None:
+def test_invalid_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tokenizer.load(TokenizerOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["hf", "tiktoken"])
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
+def test_file_of_another_kind_is_rejected(tmp_path: Path, kind: str) -> None:
     pytest.importorskip({"hf": "tokenizers"}.get(kind, kind))
     (tmp_path / "file").write_text("no such thing\n")
     with pytest.raises(ValueError, match=r"tokenizer.path=.* is no "):
         tokenizer.load(TokenizerOptions(kind=kind, path=str(tmp_path / "file")))
 
 
-def test_shards_alone_may_have_fewer_ids_than_the_tokenizer() -> None:
-    def size(given: int, *kinds: str) -> int:
+def test_only_token_shards_may_have_fewer_ids_than_the_tokenizer() -> None:
+    def size(vocabulary: int, *kinds: str) -> int:
         sources = {kind: Source(kind=kind) for kind in kinds}
-        options = Config(model=Model(vocabulary=given), data=Data(sources=sources))
-        return tokenizer.resolved(options, tokenizer.load(TokenizerOptions())).vocabulary
+        options = Config(model=Model(vocabulary=vocabulary), data=Data(sources=sources))
+        return tokenizer.resolve_model(options, tokenizer.load(TokenizerOptions())).vocabulary
 
     assert size(64, "tokens") == 64 and size(0, "tokens") == 320
     for kinds in (("tokens", "recall"), ("text",), ()):

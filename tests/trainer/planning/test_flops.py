@@ -1,4 +1,4 @@
-"""Operations and parameters: against the mask's own pairs, and against the published sizes of the presets."""
+"""FLOPs and parameters: against the mask's visible pairs, and against the published sizes of the presets."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ MODEL = Model(vocabulary=100, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16
 
 @pytest.mark.parametrize("window", [0, 1, 3, 50])
 @pytest.mark.parametrize("lengths", [[1], [7], [5, 1, 30], [64]])
-def test_pairs_are_those_that_the_mask_lets_through(lengths: list[int], window: int) -> None:
+def test_visible_pairs_are_those_of_the_mask(lengths: list[int], window: int) -> None:
     mask = Mask.from_lengths(lengths, causal=True, window=window or None)
-    at = torch.arange(sum(lengths))
-    assert flops.visible_pairs(lengths, window) == int(mask.visible(at, at).sum())
+    positions = torch.arange(sum(lengths))
+    assert flops.visible_pairs(lengths, window) == int(mask.visible(positions, positions).sum())
 
 
-def test_a_step_counts_products_and_each_layers_own_pairs() -> None:
+def test_step_counts_matmuls_and_the_visible_pairs_of_each_layer() -> None:
     lengths = [10, 6]
     weights = 3 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 100 * 32
     pairs = 2 * flops.visible_pairs(lengths, 3) + flops.visible_pairs(lengths)  # layers 0 and 2 have the window
@@ -28,7 +28,7 @@ def test_a_step_counts_products_and_each_layers_own_pairs() -> None:
     assert flops.training_flops(MODEL, lengths) == flops.training_flops(MODEL, lengths, "3.5x")
 
 
-def test_long_sequences_overflow_nothing() -> None:
+def test_long_sequences_do_not_overflow() -> None:
     assert flops.visible_pairs([2**22]) == 2**22 * (2**22 + 1) // 2
     assert flops.visible_pairs([2**22], 4096) == 4096 * 4097 // 2 + (2**22 - 4096) * 4096
 

@@ -1,0 +1,152 @@
+"""Text and token shards as streams: order, held-out part, token cache, and files that cannot be read or written."""
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringspan.trainer.config.schema import Data, Source
+from ringspan.trainer.data import corpus
+from ringspan.trainer.data.dataset import Dataset
+from tests.trainer.data.helpers import BYTES, END, BytesWithBegin, data_options, stream, text_source
+
+
+def test_one_long_document_is_cut_for_the_held_out_part() -> None:
+    long = stream("a" * 999)
+    assert len(long.subset(True, 0.05)) == 50 and len(long.subset(False, 0.05)) == 950
+    with pytest.raises(ValueError, match=r"data.held_out=0.5 leaves nothing of 3 tokens"):
+        stream("ab").subset(False, 0.5)
+
+
+def test_equal_texts_count_once_and_order_does_not_depend_on_file_names(tmp_path: Path) -> None:
+    for folder, names in (("x", "abcd"), ("y", "dcba")):
+        for name, text in zip(names, ["one", "two", "three", ""], strict=True):
+            (tmp_path / folder / "sub").mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / f"{name}.txt").write_text(text)
+        (tmp_path / folder / "sub" / "copy.txt").write_text("two")
+        (tmp_path / folder / ".hidden").write_text("hidden")
+        (tmp_path / folder / "binary").write_bytes(b"\0\1")
+    cache = str(tmp_path / "cache")
+    streams = [corpus.open_source(Source("text", paths=[str(tmp_path / f)]), BYTES, 257, cache) for f in "xy"]
+    texts = ["".join("|" if i == END else chr(i) for i in s.read(np.arange(len(s)))) for s in streams]
+    assert texts[0] == texts[1] and sorted(texts[0].split("|")) == ["", "one", "three", "two"]
+    assert streams[0].ends.tolist() == [i for i, c in enumerate(texts[0]) if c == "|"]
+
+
+def test_jsonl_has_one_document_per_line(tmp_path: Path) -> None:
+    rows = [{"body": "first"}, {"body": "second", "x": 1}, {"body": ""}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    source = Source(kind="text", paths=[str(tmp_path / "*.jsonl")], text_key="body")
+    tokens = corpus.open_source(source, BYTES, 257, str(tmp_path / "cache"))
+    assert len(tokens) == len("first" + "second") + 2 and len(tokens.ends) == 2
+    with pytest.raises(ValueError, match=r"a.jsonl:1 is no JSON object with text under 'text': set the source's text_key"):
+        corpus.open_source(Source(kind="text", paths=source.paths), BYTES, 257, str(tmp_path / "cache"))
+
+
+def test_text_is_tokenized_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = text_source(tmp_path, 3), str(tmp_path / "cache")
+    calls = []
+    original = corpus._tokenize
+    monkeypatch.setattr(corpus, "_tokenize", lambda *args: (calls.append(1), original(*args)))
+    threads = [threading.Thread(target=corpus.open_source, args=(source, BYTES, 257, cache)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    (tmp_path / "text" / "0.txt").write_text("something else entirely")
+    corpus.open_source(source, BYTES, 257, cache)
+    assert len(calls) == 2
+
+
+def test_shards_are_mapped_with_their_dtype_header_and_ends(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 0, 7, 8, 9, 0, 70000 % 300], np.uint32)
+    (tmp_path / "a.bin").write_bytes(b"H" * 16 + tokens[:3].tobytes())
+    (tmp_path / "b.bin").write_bytes(b"H" * 16 + tokens[3:].tobytes())
+    source = Source(kind="tokens", paths=[str(tmp_path / "*.bin")], dtype="uint32", header=16, end_token=0)
+    opened = corpus.open_source(source, BYTES, 300, str(tmp_path / "cache"))
+    assert all(isinstance(shard, np.memmap) for shard in opened.shards)
+    assert opened.read(np.arange(8)).tolist() == tokens.tolist() and opened.ends.tolist() == [2, 6]
+    with pytest.raises(ValueError, match=r"hold the id 100, but the vocabulary has 64"):
+        corpus.open_source(source, BYTES, 64, str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"no number of uint32 tokens"):
+        source.header = 15
+        corpus.open_source(source, BYTES, 300, str(tmp_path / "cache"))
+
+
+def test_standard_library_has_no_tests_and_no_installed_packages(tmp_path: Path) -> None:
+    data = Dataset(data_options(tmp_path, sources={"stdlib": Source()}), BYTES, seed=0)
+    assert len(data.sources[0].stream) > 2_000_000
+    assert not any("site-packages" in str(path) or "/test/" in str(path) for path in corpus.stdlib_files())
+
+
+def test_document_begins_with_the_begin_token(tmp_path: Path) -> None:
+    opened = Dataset(data_options(tmp_path, held_out=0.0), BytesWithBegin(), seed=0).sources[0].stream
+    tokens = opened.read(np.arange(len(opened)))
+    begins = [0, *(opened.ends[:-1] + 1)]
+    assert len(opened.ends) > 50 and (np.flatnonzero(tokens == 600) == begins).all()
+    assert (np.flatnonzero(tokens == 601) == opened.ends[opened.ends < len(opened)]).all()
+
+
+def test_cache_that_is_no_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"data.cache=.*no folder that can be written to"):
+        Dataset(Data(sources={"s": Source()}, cache=str(tmp_path / "file" / "below")), BYTES, seed=0)
+
+
+def test_full_cache_and_unreadable_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def unreadable(files: list[Path]) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(files[0]))
+
+    with monkeypatch.context() as change, pytest.raises(ValueError, match=r"data.cache=.*No space left.*give another one"):
+        change.setattr(np, "save", full)
+        Dataset(data_options(tmp_path), BYTES, seed=0)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    monkeypatch.setattr(corpus, "_file_signatures", unreadable)
+    with pytest.raises(ValueError, match=r"data.sources.text: .*Permission denied: '.*\.txt'"):
+        Dataset(data_options(tmp_path), BYTES, seed=0)
+
+
+def make_whole(folder: Path) -> None:
+    (folder / "made").write_text("whole")
+
+
+def test_without_locks_every_process_tokenizes_and_the_first_result_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(corpus.fcntl, "flock", no_locks)
+    name = corpus._cached(str(tmp_path), ["a"], make_whole).name
+    assert "has no locks (No locks available), so every process tokenizes for itself" in capsys.readouterr().out
+    (tmp_path / name).rename(tmp_path / f"{name}.7")  # the unfinished folder of another process
+
+    def make_late(folder: Path) -> None:
+        make_whole(folder)
+        (tmp_path / f"{name}.7").rename(tmp_path / name)
+        (tmp_path / name / "made").write_text("sooner")
+
+    for _ in range(2):
+        assert (corpus._cached(str(tmp_path), ["a"], make_late) / "made").read_text() == "sooner"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
+
+
+def test_leftovers_of_a_killed_tokenization_are_removed(tmp_path: Path) -> None:
+    """Also those with this process's own id, which a container can assign again."""
+    key = ["a", 1]
+    name = corpus._cached(str(tmp_path), key, make_whole).name
+    (tmp_path / name / "made").unlink()
+    (tmp_path / name).rmdir()
+    for number in (os.getpid(), 7):
+        (tmp_path / f"{name}.{number}").mkdir()
+        (tmp_path / f"{name}.{number}" / "part").write_text("cut")
+    assert (corpus._cached(str(tmp_path), key, make_whole) / "made").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
