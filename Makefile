@@ -1,32 +1,37 @@
-# make train and make test start from nothing: each installs into .venv what is missing, once.
-# A torch for CUDA or ROCm that $(PYTHON) already has is used as it is; .venv then only holds what the machine lacks.
+# `make train` and `make test` work in a fresh checkout: each installs into .venv what is missing, once.
+# If $(PYTHON) already has a torch for CUDA or ROCm, .venv uses that torch and its triton and installs only the rest.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A list from pyproject.toml, one requirement a line. (Installing "." would also build the project, for which there is no
-# need: every command here runs in this folder.)
-REQUIREMENTS = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*$(1), sep="\n")'
-# DeepSpeed comes as source; with DS_BUILD_OPS=0 its kernels are built when one is first used, not here.
+# requirements from pyproject.toml, one per line
+REQUIREMENTS = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; e = p["optional-dependencies"]; print(*$(1), sep="\n")'
+# DeepSpeed comes as source; with DS_BUILD_OPS=0 it builds a kernel when the kernel is first used, not at install time.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+PYTEST  = $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10
 
-# a list cut short is no list
 .DELETE_ON_ERROR:
-.PHONY: train test compat lint format tables clean
+.PHONY: train test test-all compat compat-hf lint format tables clean
 
-# "make train steps=5" would set a variable of make's that nobody reads.
-OURS := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
-UNREAD := $(strip $(foreach name,$(filter-out $(OURS),$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
-$(if $(UNREAD),$(error make does not know $(UNREAD): options go into ARGS, as in make train ARGS="steps=50"))
+# `make train steps=5` would set a make variable that no recipe reads, so it is an error.
+KNOWN := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
+UNKNOWN := $(strip $(foreach name,$(filter-out $(KNOWN),$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name))))
+$(if $(UNKNOWN),$(error make does not know $(UNKNOWN): options go into ARGS, as in make train ARGS="steps=50"))
 
 train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see ringspan launch --help
 	$(BIN)/ringspan launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
-test: $(VENV)/.dev  ## ARGS="-k mask -m 'not slow'" go to pytest
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
+test: $(VENV)/.dev  ## everything a change can break; ARGS="-k mask" go to pytest
+	$(PYTEST) -m "not exhaustive" $(ARGS)
 
-compat: $(VENV)/.dev  ## the Hopper kernels with each triton that we support; needs a network, some minutes, no GPU
-	$(BIN)/python -m tests.kernels.compat
+test-all: $(VENV)/.dev  ## `make test` and the exhaustive sweeps
+	$(PYTEST) $(ARGS)
+
+compat: $(VENV)/.dev  ## compile the Hopper kernels with each supported Triton; needs a network, no GPU
+	$(BIN)/python -m tests.kernels.runtime.compat
+
+compat-hf: $(VENV)/.dev  ## run next to transformers and Hugging Face's kernels, from the checkout and from a wheel; needs a network
+	$(BIN)/python -m tests.compat_hf
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -37,9 +42,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-tables: $(VENV)/.dev
+tables: $(VENV)/.dev  ## everything in docs and in the planner's data that is generated from docs/results and docstrings
 	$(BIN)/python docs/tables.py
-	$(BIN)/ringspan bench kernels --roofline --from docs/results/attention-h200.json --plot
+	$(BIN)/python docs/figure.py
+	$(BIN)/python docs/api.py
+	$(BIN)/python -m ringspan.kernels.bench --roofline --from docs/results/attention-h200.json --plot
 
 clean:  ## keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -49,7 +56,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"ringspan needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $$($(PYTHON) -c 'import torch; assert torch.version.cuda or torch.version.hip' 2>/dev/null && echo --system-site-packages) $(VENV)
 
-# Where the machine brings torch, its torch and triton stand in for ours: pip then stops rather than replace them.
+# If the machine brings torch, its torch and triton are pinned in place of ours, so that pip never replaces them.
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	@if grep -q 'system-site-packages = true' $(VENV)/pyvenv.cfg; then \
 	  grep -vE '^(torch|triton)==' constraints.txt > $@; \
@@ -60,11 +67,12 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 
 $(VENV)/.run: pyproject.toml $(VENV)/constraints.txt
 	@echo "Installing what is missing into $(VENV); the first time takes a few minutes."
-	@$(call REQUIREMENTS,p["dependencies"]) > $(VENV)/requirements.txt
+	@$(call REQUIREMENTS,p["dependencies"] + e["train"]) > $(VENV)/requirements.txt
 	$(INSTALL) -r $(VENV)/requirements.txt
+	$(INSTALL) --no-deps --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(call REQUIREMENTS,p["optional-dependencies"]["dev"]) > $(VENV)/requirements-dev.txt
+	@$(call REQUIREMENTS,e["dev"]) > $(VENV)/requirements-dev.txt
 	$(INSTALL) -r $(VENV)/requirements-dev.txt
 	@touch $@
