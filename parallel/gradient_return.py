@@ -1,173 +1,208 @@
-"""Gradients go home: what a rank computed for others' keys to their owners, who add up what comes in beside the kernels."""
+"""Gradient return: sends dK/dV of remote rows to their owner ranks, and adds what other ranks return for local rows.
+
+    kernel stream    kernel i        kernel i+1      kernel i+2
+    transfer                         dK/dV of i      dK/dV of i+1
+    "sums" stream                                    local_sums += dK/dV of i
+
+The sums run on a side stream, so that none delays a kernel. Their priority is lower than the kernels': a sum is enqueued after
+the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
+"""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ringspan.kernels.backends.triton.sum_gradients import MOST_SUMMANDS, Summand, sum_gradients
+from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS, Summand, sum_gradients
 from ringspan.parallel.plan import Piece
-from ringspan.parallel.row_ranges import around, length, place, within
-from ringspan.parallel.streams import SideStream, Transfer
-from ringspan.parallel.transport.base import Transport, moved, slots
-from ringspan.parallel.transport.buffers import unpack
+from ringspan.parallel.row_ranges import bounding_range, length, packed_position, relative_to
+from ringspan.parallel.streams import SideStream, Wait
+from ringspan.parallel.transport.base import Transport, received, split_by_piece
+from ringspan.parallel.transport.buffers import split_gradients
 
-Region = tuple[slice, slice]  # KV heads and rows
-Arrived = list[tuple[slice, Tensor]]  # rows of mine, and what is to be added to them
+Region = tuple[slice, slice]  # KV heads, rows
+RowGradients = list[tuple[slice, Tensor]]  # rows of local_sums, gradients to add to them
 
 
 class Arrival(NamedTuple):
-    """What comes in for some heads, and the memory that has to stay until it has been added."""
+    """Gradients of local rows in transfer, and the buffers that must stay alive until they have been added."""
 
-    transfer: Transfer
-    pieces: list[Piece]  # whose rows of mine they are for
-    heads: slice
-    into: Tensor  # piece after piece
-    part: Tensor  # what goes out at the same time
+    wait: Wait
+    pieces: list[Piece]  # local rows of the gradients
+    kv_heads: slice
+    recv_buffer: Tensor  # one piece after another
+    send_buffer: Tensor  # of the transfer in the other direction, which runs concurrently
 
 
 class GradientReturn:
-    """Gradients of others' keys on their way to their owners, and what others return, added to `mine`.
+    """Gradient return of one backward.
 
-    Of `mine` the free region holds what a kernel made of the own block, and zeros for padding; the last region holds nothing,
-    for its part in the own block comes last.
+    `local_sums` consists of two regions of KV heads or rows, the halves of the local block. `local_sums[first_region]` already
+    holds the local block's dK/dV, with zeros in padding rows. `local_sums[last_region]` is uninitialised: its local
+    contribution is added at the end of the backward.
 
-    Sums are made on a stream beside the kernels', so that none stands between two of these. They do not come first: behind
-    the programs of the kernel at work they find the SMs that its last wave leaves idle; ahead of them they would stop it.
+    Args:
+        transport: Transport of the call.
+        local_sums: (rows, B, Hkv, D + Dv) in the accumulation dtype, for the rows of `row_ranges`.
+        row_ranges: Local rows that receive remote gradients.
+        first_region, last_region: See above.
+        num_parts: Number of parts, of some KV heads each, that a step's gradients are sent in.
+        width: D.
+        backend: Backend of the sums.
+        priority: Stream priority of the sums.
     """
 
     def __init__(
         self,
         transport: Transport,
-        mine: Tensor,
-        runs: list[slice],
-        free: Region,
-        last: Region,
-        parts: int,
+        local_sums: Tensor,
+        row_ranges: list[slice],
+        first_region: Region,
+        last_region: Region,
+        num_parts: int,
         width: int,
         backend: str,
         priority: int = 0,
     ) -> None:
-        # mine: (rows, B, Hkv, D + Dv), in the accumulation dtype, of these runs of the own rows
-        self.transport, self.mine, self.runs = transport, mine, runs
-        self.free, self.last = free, last
-        self.begun = last[0].start  # heads of the last region before this one have sums
+        self.transport, self.local_sums, self.row_ranges = transport, local_sums, row_ranges
+        self.first_region, self.last_region = first_region, last_region
+        self.last_region_end = last_region[0].start  # heads of the last region below this one contain sums
         self.width = width
         self.backend = backend
-        self.parts = parts  # that its heads are sent in
-        self.asked = self.sent = 0  # parts, so far
-        self.coming: Arrival | None = None
-        self.sums = SideStream(mine.device, "sums", priority)  # behind the kernels', see above
-        self.summed: Transfer = lambda: None
-        self.held: Arrival | None = None  # by sums that the caller's stream has not waited for
+        self.num_parts = num_parts
+        self.num_buffers = self.num_sent = 0  # parts so far; their parity is the slot
+        self.in_transfer: Arrival | None = None
+        self.sum_stream = SideStream(local_sums.device, "sums", priority)
+        self.sums_completion: Wait = lambda: None
+        self.being_summed: Arrival | None = None  # read by sums that the caller's stream has not waited for
 
-    def follow(self) -> None:
-        """Where a kernel begins that small work is to stand beside: it waits for all that the caller was given so far."""
-        self.sums.follow()
+    def wait_for_caller(self) -> None:
+        """Make the sums wait for all work enqueued on the caller's stream so far. Call it before launching a kernel."""
+        self.sum_stream.wait_for_caller()
 
     def head_parts(self) -> list[slice]:
-        """KV heads whose gradients go together."""
-        heads = self.mine.shape[2] // self.parts
-        return [slice(i * heads, (i + 1) * heads) for i in range(self.parts)]
+        """Return the KV heads of each part."""
+        heads = self.local_sums.shape[2] // self.num_parts
+        return [slice(i * heads, (i + 1) * heads) for i in range(self.num_parts)]
 
-    def part(self, index: int, heads: slice) -> Tensor:
-        """Where the gradients of a step's keys are to be written: (rows, B, heads, D + Dv)."""
-        self.asked += 1
-        return self.transport.send_buffer(self.asked % 2, self.transport.plan.steps[index].num_keys, self.mine[:0, :, heads])
+    def send_buffer(self, index: int, kv_heads: slice) -> Tensor:
+        """Return the buffer for the gradients of one part of a step's keys: (rows, B, heads, D + Dv)."""
+        self.num_buffers += 1
+        num_keys = self.transport.plan.steps[index].num_keys
+        return self.transport.send_buffer(self.num_buffers % 2, num_keys, self.local_sums[:0, :, kv_heads])
 
-    def send(self, index: int, heads: slice, part: Tensor) -> None:
-        """On its way while the next kernel runs. Every rank calls this as often, also where it has nothing to give."""
-        self.settle()
-        with self.sums.run():
-            if self.coming is not None:
-                arrived = self._arrived(self.coming)
-                for region in (self.free, self.last):
-                    self._add(region, self._belonging(region, self.coming.heads, arrived))
-        self.summed, self.held = self.sums.done(), self.coming
-        pieces = self.transport.plan.gives[index]
-        into = self.mine.new_empty((sum(len(piece) for piece in pieces), *part.shape[1:]))
-        self.sent += 1
-        self.coming = Arrival(self.transport.return_gradients(index, self.sent % 2, part, into), pieces, heads, into, part)
+    def send(self, index: int, kv_heads: slice, send_buffer: Tensor) -> None:
+        """Start the transfer of one part of a step; it overlaps the next kernel. Adds the part that arrived before.
 
-    def settle(self) -> None:
-        """What the sums that have begun were made of may be given back from here on."""
-        self.summed()
-        self.held = None
+        Every rank calls this equally often, also for a part that is empty on this rank.
+        """
+        self.wait_for_sums()
+        with self.sum_stream.run():
+            if self.in_transfer is not None:
+                arrived = self._wait_for_arrival(self.in_transfer)
+                for region in (self.first_region, self.last_region):
+                    self._accumulate(region, self._summands_in(region, self.in_transfer.kv_heads, arrived))
+        self.sums_completion, self.being_summed = self.sum_stream.completion(), self.in_transfer
+        pieces = self.transport.plan.sends[index]
+        recv_buffer = self.local_sums.new_empty((sum(len(piece) for piece in pieces), *send_buffer.shape[1:]))
+        self.num_sent += 1
+        wait = self.transport.return_gradients(index, self.num_sent % 2, send_buffer, recv_buffer)
+        self.in_transfer = Arrival(wait, pieces, kv_heads, recv_buffer, send_buffer)
 
-    def finish(self, own: Tensor, done: Transfer, dk: Tensor, dv: Tensor) -> None:
-        """dk and dv. `own` is the own block's part in the last region, which a kernel writes until it is done; what is in the
-        free region is handed on beside that kernel."""
-        assert self.coming is not None, "a ring of several steps sends something in each"
-        with self.sums.run():
-            arrived = self._arrived(self.coming)
-            others = self._summands(self.last, self.coming.heads, arrived, MOST_SUMMANDS - 1)
-            added = self.sums.done()
-            self._hand_on(self.free, self._summands(self.free, self.coming.heads, arrived, MOST_SUMMANDS), dk, dv)
-        added()
-        done()
-        self._hand_on(self.last, [*others, Summand(own)], dk, dv)
-        self.sums.join()
+    def wait_for_sums(self) -> None:
+        """Make the current stream wait for the sums launched so far, and release the buffers that they read."""
+        self.sums_completion()
+        self.being_summed = None
 
-    def _hand_on(self, region: Region, summands: list[Summand], dk: Tensor, dv: Tensor) -> None:
+    def finish(self, last_sums: Tensor, kernel_completion: Wait, dk: Tensor, dv: Tensor) -> None:
+        """Add the last part and write dk and dv.
+
+        Args:
+            last_sums: Local contribution of the last region, (rows, B, heads, D + Dv), written by a kernel. The first region is
+                written concurrently with that kernel.
+            kernel_completion: Wait for that kernel.
+            dk, dv: Outputs (B, rows, Hkv, D) and (B, rows, Hkv, Dv).
+        """
+        assert self.in_transfer is not None, "a ring of several steps sends something in each"
+        kv_heads = self.in_transfer.kv_heads
+        with self.sum_stream.run():
+            arrived = self._wait_for_arrival(self.in_transfer)
+            remote = self._limited_summands(self.last_region, kv_heads, arrived, MAX_SUMMANDS - 1)
+            wait_for_remote = self.sum_stream.completion()
+            first = self._limited_summands(self.first_region, kv_heads, arrived, MAX_SUMMANDS)
+            self._write_gradients(self.first_region, first, dk, dv)
+        wait_for_remote()
+        kernel_completion()
+        self._write_gradients(self.last_region, [*remote, Summand(last_sums)], dk, dv)
+        self.sum_stream.join()
+
+    def _write_gradients(self, region: Region, summands: list[Summand], dk: Tensor, dv: Tensor) -> None:
         heads, rows = region
         if rows.start < rows.stop:
             sum_gradients(summands, dk[:, rows, heads], dv[:, rows, heads], self.backend)
 
-    def _summands(self, region: Region, of: slice, arrived: Arrived, most: int) -> list[Summand]:
-        """What is to be added up for a region: mine, if there is something already, and what arrived as the last."""
+    def _limited_summands(self, region: Region, kv_heads: slice, arrived: RowGradients, limit: int) -> list[Summand]:
+        """Return at most `limit` summands of a region: its sums, if it has any, and what arrived. The rest is added first."""
         heads, rows = region
-        came = self._belonging(region, of, arrived)
-        if len(came) + (self._begun(region) > heads.start) > most:
-            self._add(region, came[: 1 - most])
-            came = came[1 - most :]
-        begun = slice(heads.start, self._begun(region))
-        return [Summand(self.mine[rows, :, begun]), *came] if begun.start < begun.stop else came
+        summands = self._summands_in(region, kv_heads, arrived)
+        if len(summands) + (self._end_of_sums(region) > heads.start) > limit:
+            self._accumulate(region, summands[: 1 - limit])
+            summands = summands[1 - limit :]
+        summed = slice(heads.start, self._end_of_sums(region))
+        return [Summand(self.local_sums[rows, :, summed]), *summands] if summed.start < summed.stop else summands
 
-    def _begun(self, region: Region) -> int:
-        """Its heads before this one have sums."""
-        return self.begun if region is self.last else region[0].stop
+    def _end_of_sums(self, region: Region) -> int:
+        """Return the head below which the region contains sums."""
+        return self.last_region_end if region is self.last_region else region[0].stop
 
-    def _add(self, region: Region, came: list[Summand]) -> None:
-        """To mine, or in place of what is there where nothing has been added up yet. All are of the same heads."""
+    def _accumulate(self, region: Region, summands: list[Summand]) -> None:
+        """Add summands, all of the same heads, to the region's sums; overwrite heads that contain no sums yet."""
         heads, rows = region
-        while came:
-            here = came[0].place[1]
-            of = slice(heads.start + here.start, heads.start + here.stop)
-            new = of.stop > self._begun(region)
-            count = MOST_SUMMANDS if new else MOST_SUMMANDS - 1
-            now, came = came[:count], came[count:]
-            at = slice(0, length(rows)) if new else around([its.place[0] for its in now])
-            target = self.mine[rows.start + at.start : rows.start + at.stop, :, of]
-            summands = [Summand(its.of, its.row - at.start, its.head - here.start) for its in now]
-            sum_gradients(summands if new else [Summand(target), *summands], *unpack(target, self.width), self.backend)
-            if new:
-                self.begun = of.stop
+        while summands:
+            relative_heads = summands[0].extent[1]
+            target_heads = slice(heads.start + relative_heads.start, heads.start + relative_heads.stop)
+            is_new = target_heads.stop > self._end_of_sums(region)
+            count = MAX_SUMMANDS if is_new else MAX_SUMMANDS - 1
+            batch, summands = summands[:count], summands[count:]
+            target_rows = slice(0, length(rows)) if is_new else bounding_range([summand.extent[0] for summand in batch])
+            target = self.local_sums[rows.start + target_rows.start : rows.start + target_rows.stop, :, target_heads]
+            terms = [
+                Summand(summand.grads, summand.row - target_rows.start, summand.head - relative_heads.start)
+                for summand in batch
+            ]
+            sum_gradients(terms if is_new else [Summand(target), *terms], *split_gradients(target, self.width), self.backend)
+            if is_new:
+                self.last_region_end = target_heads.stop
 
-    def _belonging(self, region: Region, of: slice, arrived: Arrived) -> list[Summand]:
-        """Of what arrived for some heads what belongs there."""
-        all_heads, all_rows = region
-        heads, came = _meet(of, all_heads), _within(of, all_heads)
-        found = []
-        for rows, more in arrived:
-            its = within(_meet(rows, all_rows), all_rows)
-            if its.start < its.stop and heads.start < heads.stop:
-                found.append(Summand(more[_within(rows, all_rows), :, came], its.start, heads.start - all_heads.start))
-        return found
+    def _summands_in(self, region: Region, kv_heads: slice, arrived: RowGradients) -> list[Summand]:
+        """Return the parts of what arrived for `kv_heads` that lie in the region."""
+        region_heads, region_rows = region
+        heads, columns = _intersection(kv_heads, region_heads), _intersection_within(kv_heads, region_heads)
+        summands = []
+        for rows, gradients in arrived:
+            target_rows = relative_to(_intersection(rows, region_rows), region_rows)
+            if target_rows.start < target_rows.stop and heads.start < heads.stop:
+                source = gradients[_intersection_within(rows, region_rows), :, columns]
+                summands.append(Summand(source, target_rows.start, heads.start - region_heads.start))
+        return summands
 
-    def _arrived(self, arrival: Arrival) -> Arrived:
-        """Rows of mine, and what is to be added to them."""
-        arrival.transfer()
-        moved["dkv"] += len(arrival.pieces)
-        places = slots(arrival.pieces, (arrival.into,))
-        return [(place(piece.rows, self.runs), its) for piece, (its,) in zip(arrival.pieces, places, strict=True)]
-
-
-def _meet(one: slice, other: slice) -> slice:
-    """What two runs have in common; where that is nothing, an empty run within the other."""
-    start = min(max(one.start, other.start), other.stop)
-    return slice(start, max(start, min(one.stop, other.stop)))
+    def _wait_for_arrival(self, arrival: Arrival) -> RowGradients:
+        """Make the current stream wait for the transfer; return its gradients."""
+        arrival.wait()
+        received["dkv"] += len(arrival.pieces)
+        views = split_by_piece(arrival.pieces, (arrival.recv_buffer,))
+        return [
+            (packed_position(piece.rows, self.row_ranges), gradients)
+            for piece, (gradients,) in zip(arrival.pieces, views, strict=True)
+        ]
 
 
-def _within(one: slice, other: slice) -> slice:
-    """The same, counted from where the first one begins."""
-    common = _meet(one, other)
-    return slice(max(0, common.start - one.start), max(0, common.stop - one.start))
+def _intersection(first: slice, second: slice) -> slice:
+    """Return the common range of two ranges; if there is none, an empty range inside the second."""
+    start = min(max(first.start, second.start), second.stop)
+    return slice(start, max(start, min(first.stop, second.stop)))
+
+
+def _intersection_within(first: slice, second: slice) -> slice:
+    """Return the common range of two ranges, counted from the first row of `first`."""
+    common = _intersection(first, second)
+    return slice(max(0, common.start - first.start), max(0, common.stop - first.start))

@@ -1,18 +1,15 @@
-"""Who owns which tokens.
+"""Layout: which rank owns which tokens of a sequence.
 
-    layout = Layout("zigzag", length=S, ranks=P)
-    mine   = layout.shard(x, dim=1, rank=r)             every shard has layout.local_length tokens
-    x      = layout.unshard([shard, …], dim=1)          the original, without padding
+    kind         rank r of P owns                   work per rank
+    contiguous   the r-th of P blocks               causal: the last rank has nearly all of it
+    zigzag       chunks r and 2P−1−r of 2P chunks   causal: even to the last pair; a shard is two segments
+    striped      tokens r, r + P, r + 2P, …         even for nearly any mask, windows too; every rank needs every block
 
-- contiguous: rank r owns one piece. Under a causal mask the last rank has nearly all the work.
-- zigzag: 2P chunks, rank r owns r and 2P-1-r. Causal work is even to the last pair, and a shard is two runs of positions.
-- striped: rank r owns r, r + P, r + 2P, … Even for nearly any mask, windows included, but every rank needs every block.
+A layout accepts any length and any number of ranks: it pads the sequence to whole shards. Padding rows have positions
+>= length and are the tail of a shard in all three kinds, so `segments` lists the real tokens, which come first.
 
-Any length and any number of ranks: the layout pads the sequence to whole shards. Padding has positions >= length and is
-the tail of a shard in all three kinds, so `segments` describe the real tokens, which come first, and nothing else.
-
-With `ulysses` = U the ranks are U times the ring's, rank = ring rank · U + ulysses rank, and the U shards of a ring rank,
-one after another, are that ring rank's shard: what a Ulysses group gathers is no more segments than the ring alone has.
+With `ulysses` = U there are U ranks per ring rank, rank = ring_rank · U + ulysses_rank. The U shards of a Ulysses group,
+one after another, form its ring rank's shard. The gathered rows therefore have no more segments than a ring shard has.
 """
 
 import math
@@ -29,26 +26,48 @@ KINDS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class Layout:
+    """Assignment of the tokens of one sequence to ranks. Immutable and hashable.
+
+    Args:
+        kind: "contiguous" (rank r owns the r-th of P blocks), "zigzag" (chunks r and 2P−1−r of 2P chunks; even work under a
+            causal mask) or "striped" (tokens r, r + P, …; even work for nearly any mask, but every rank needs every block).
+        length: Number of tokens in the whole sequence; 0 is allowed.
+        ranks: Number of ranks that share the sequence, Ulysses ranks included.
+        ulysses: Number of ranks in a Ulysses group; must divide `ranks`. "striped" requires 1.
+        multiple: Pad each ring rank's shard to a multiple of this many tokens.
+
+    Attributes:
+        local_length: Number of tokens in a shard, padding included; the same on every rank.
+        ring: The layout of the ring, with one rank per Ulysses group. It is the layout itself if `ulysses` is 1.
+
+    Raises:
+        ValueError: An argument has an unsupported value. The message names it.
+    """
+
     kind: str
     length: int
     ranks: int
     ulysses: int = 1
-    multiple: int = 1  # a ring rank's shard is padded to a multiple of this
-    ring: "Layout" = field(init=False, repr=False, compare=False)  # how the ring sees it: a shard for each Ulysses group
-    local_length: int = field(init=False, repr=False, compare=False)  # tokens of a shard, padding included
+    multiple: int = 1
+    ring: "Layout" = field(init=False, repr=False, compare=False)
+    local_length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: choose one of {KINDS}")
-        for name, least in (("length", 0), ("ranks", 1), ("ulysses", 1), ("multiple", 1)):
+        for name, minimum in (("length", 0), ("ranks", 1), ("ulysses", 1), ("multiple", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}={value!r} must be an int >= {least}")
+            if type(value) is not int or value < minimum:
+                raise ValueError(f"{name}={value!r} must be an int >= {minimum}")
         if self.ranks % self.ulysses:
-            raise ValueError(f"ranks={self.ranks} are not a multiple of ulysses={self.ulysses}: their ratio is the ring's size")
+            raise ValueError(
+                f"ranks={self.ranks} is not a multiple of ulysses={self.ulysses}: the ring has ranks / ulysses ranks"
+            )
         if self.kind == "striped" and self.ulysses > 1:
-            raise ValueError(f"kind='striped' with ulysses={self.ulysses}: use 'zigzag', which is as even under a causal mask")
-        # Now and not when first asked for: torch.compile cannot look into a cached property before Python 3.12.
+            raise ValueError(
+                f"kind='striped' with ulysses={self.ulysses}: not supported; 'zigzag' balances causal work as evenly"
+            )
+        # Plain attributes instead of cached properties, which torch.compile cannot trace before Python 3.12.
         ring, multiple = self, math.lcm(self.multiple, self.ulysses)
         if self.ulysses > 1:
             ring = Layout(self.kind, self.length, self.ranks // self.ulysses, multiple=multiple)
@@ -64,75 +83,123 @@ class Layout:
         return _round_up(-(-self.length // self.ranks), self.multiple)
 
     def segments(self, rank: int) -> list[Segment]:
-        """Where the real tokens of a shard stand: (start, step, count), in the order of its rows."""
-        real = []
+        """Return the segments (start, step, count) of a shard's real tokens, in row order.
+
+        Args:
+            rank: Rank of the shard, 0 … ranks − 1.
+
+        Returns:
+            At most two segments; none if the shard holds only padding.
+        """
+        segments = []
         for start, step, count in self._padded(rank):
             count = min(count, max(0, -((start - self.length) // step)))
             if count:
-                real.append((start, step, count))
-        return real
+                segments.append((start, step, count))
+        return segments
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """(local_length,) int64: the global position of each row; that of padding is >= length."""
+        """Return the global position of each row of a shard.
+
+        Args:
+            rank: Rank of the shard, 0 … ranks − 1.
+            device: Device of the result.
+
+        Returns:
+            (local_length,) int64, ascending. Padding rows have positions >= length.
+        """
         return positions(self._padded(rank), device)
 
     def shard(self, x: Tensor, dim: int, rank: int, fill: float = 0) -> Tensor:
-        """This rank's rows of a whole tensor; padding holds `fill` (labels want -100, document ids -1)."""
+        """Return one rank's shard of a tensor that spans the whole sequence. Differentiable.
+
+        Args:
+            x: Tensor with `length` entries in dimension `dim`.
+            dim: Sequence dimension of `x`; negative values count from the end.
+            rank: Rank of the shard, 0 … ranks − 1.
+            fill: Value of padding rows. Use −100 for labels and −1 for document ids.
+
+        Returns:
+            Tensor of the shape of `x`, with `local_length` entries in dimension `dim`.
+
+        Raises:
+            ValueError: `dim`, `rank` or the size of `x` does not fit the layout.
+        """
         dim = self._check_dim(x, dim, self.length, "x")
         pieces = []
         for start, step, count in self.segments(rank):
             rows = slice(start, start + (count - 1) * step + 1, step)
             pieces.append(x[(slice(None),) * dim + (rows,)])
-        missing = self.local_length - num_rows(self.segments(rank))
-        if missing or not pieces:
+        num_padding = self.local_length - num_rows(self.segments(rank))
+        if num_padding or not pieces:
             shape = list(x.shape)
-            shape[dim] = missing
+            shape[dim] = num_padding
             pieces.append(x.new_full(shape, fill))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def unshard(self, shards: list[Tensor], dim: int) -> Tensor:
-        """The whole tensor from all ranks' shards, in rank order."""
+        """Reassemble the whole tensor from the shards of all ranks, without padding. Differentiable.
+
+        Args:
+            shards: One shard per rank, in rank order, each with `local_length` entries in dimension `dim`.
+            dim: Sequence dimension; negative values count from the end.
+
+        Returns:
+            Tensor with `length` entries in dimension `dim`, in natural order, on the device of the first shard.
+
+        Raises:
+            ValueError: The number of shards is not `ranks`, or a shard has another size.
+        """
         if len(shards) != self.ranks:
-            raise ValueError(f"{len(shards)} shards are given, the layout has ranks={self.ranks}: give one of each rank")
-        real, at = [], []
+            raise ValueError(f"shards has {len(shards)} tensors, the layout has ranks={self.ranks}: pass one shard per rank")
+        real_rows, row_positions = [], []
         for rank, shard in enumerate(shards):
             dim = self._check_dim(shard, dim, self.local_length, f"shard {rank}")
             segments = self.segments(rank)
-            real.append(shard.narrow(dim, 0, num_rows(segments)))
-            at.append(positions(segments))
-        return torch.cat(real, dim).index_select(dim, torch.cat(at).argsort().to(shards[0].device))
+            real_rows.append(shard.narrow(dim, 0, num_rows(segments)))
+            row_positions.append(positions(segments))
+        return torch.cat(real_rows, dim).index_select(dim, torch.cat(row_positions).argsort().to(shards[0].device))
 
     def work(self, mask: Mask | None) -> list[int]:
-        """Visible pairs of each rank, over all rows of a batch that documents or prefixes are given for.
+        """Return each rank's number of visible (query, key) pairs, which shows the load balance.
 
-        The ranks of a Ulysses group share their pairs, for each has all of the group's tokens and some of the heads.
+        Args:
+            mask: Attention mask of the whole sequence; None means that every query attends to every key.
+
+        Returns:
+            One number per rank. If `mask` has a batch of documents or prefixes, the numbers are sums over the batch.
+            The ranks of a Ulysses group split their group's pairs evenly: each has all rows of the group and some heads.
+
+        Raises:
+            ValueError: `mask` is not a Mask, or its documents have another length than the layout.
         """
         mask = Mask() if mask is None else mask
         if not isinstance(mask, Mask):
-            raise ValueError(f"mask must be a kernels.Mask or None, not {type(mask).__name__}")
+            raise ValueError(f"mask must be a ringspan.Mask or None, not {type(mask).__name__}")
         self.check_mask(mask)
         pairs = []
         for rank in range(self.ring.ranks):
             lo, hi = mask.interval(positions(self.ring.segments(rank)).to(_device(mask)), self.length)
             total = int((hi - lo + 1).clamp(min=0).sum())
-            pairs += [(total + part) // self.ulysses for part in reversed(range(self.ulysses))]
+            pairs += [(total + i) // self.ulysses for i in reversed(range(self.ulysses))]
         return pairs
 
     def check_mask(self, mask: Mask) -> None:
+        """Raise a ValueError if the mask's documents have another length than the layout."""
         if mask.length is not None and mask.length != self.length:
             raise ValueError(
-                f"mask.documents describe {mask.length} positions, the layout {self.length}: give the ids of the whole "
-                "sequence, in natural order, on every rank"
+                f"mask.documents describe {mask.length} positions, the layout has length={self.length}: pass the ids of the "
+                "whole sequence, in natural order, on every rank"
             )
 
     def _padded(self, rank: int) -> list[Segment]:
-        """All rows of a shard, padding included."""
+        """Return the segments of all rows of a shard, padding included."""
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank={rank}: this layout has ranks 0 to {self.ranks - 1}")
+            raise ValueError(f"rank={rank}: out of range; this layout has ranks 0 to {self.ranks - 1}")
         n, ranks = self.local_length, self.ranks
         if self.ulysses > 1:
-            ring_rank, part = divmod(rank, self.ulysses)
-            return cut(self.ring._padded(ring_rank), part * n, (part + 1) * n)
+            ring_rank, ulysses_rank = divmod(rank, self.ulysses)
+            return cut(self.ring._padded(ring_rank), ulysses_rank * n, (ulysses_rank + 1) * n)
         if self.kind == "striped":
             return [(rank, ranks, n)]
         if self.kind == "zigzag" and ranks > 1:
@@ -142,10 +209,10 @@ class Layout:
     @staticmethod
     def _check_dim(x: Tensor, dim: int, size: int, name: str) -> int:
         if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"dim={dim}: {name} has {x.ndim} dimensions")
+            raise ValueError(f"dim={dim}: {name} has {x.ndim} dimensions; -{x.ndim} to {x.ndim - 1} work")
         dim %= x.ndim
         if x.shape[dim] != size:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: dim {dim} must be {size} long, as the layout says")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: dim {dim} must be {size} long for this layout")
         return dim
 
 
@@ -154,5 +221,5 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _device(mask: Mask) -> torch.device:
-    """Where the mask's tensors are: asking it about positions elsewhere would move them."""
+    """Return the device of the mask's tensors. Positions on another device would make the mask move its tensors."""
     return next((t.device for t in mask.bounds()[3:] if t is not None), torch.device("cpu"))

@@ -1,12 +1,13 @@
-"""What a mask makes of a layout: which rows of whom a rank needs, step by step.
+"""Plan of one ring call, made from layout and mask alone: the rows that each step reads, sends and receives.
 
-Step 0 is a rank's own block. Then come the rows that it can see of the rank before it, of the rank before that one, and so on,
-straight from their owners, with one of these ranks or several in a step. Steps that are empty on all ranks are left out on all
-ranks; a rank whose own part of a step is empty computes nothing in it. Both ends of every message follow from the layout and
-the mask alone, so no rank asks another for anything.
+    step 0      local block: this rank's queries and K/V
+    step 1 …    remote blocks: of the preceding rank, of the rank before it, …; one or several owner ranks per step
 
-Since lo(p) and hi(p) never decrease, the queries of one segment that can see a key of another segment are a run of rows,
-and so are the keys they can see: two bisections, done for all pairs of segments at once.
+Owner ranks send rows directly to reader ranks. Both ends of a transfer compute the same plan, so ranks exchange no sizes. A
+step that is empty on all ranks is dropped on all ranks; a rank with an empty share of a step launches no kernel for it.
+
+lo(p) and hi(p) of an interval mask never decrease. So the queries of one segment that attend to another segment form a row
+range, and so do the keys that they attend to. Two bisections find both, for all pairs of segments at once.
 """
 
 from collections.abc import Callable
@@ -22,14 +23,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import Segment, cut, num_rows
 from ringspan.parallel.layout import Layout
-from ringspan.parallel.row_ranges import around, length, union, without
+from ringspan.parallel.row_ranges import bounding_range, difference, length, union
 
 
 @dataclass(frozen=True)
 class Piece:
-    rank: int  # whose rows they are; in `Plan.gives`, who wants them
+    """Consecutive rows that one rank sends to another."""
+
+    rank: int  # the owner rank in `Step.pieces`, the reader rank in `Plan.sends`
     rows: slice  # of the owner's shard
-    at: int  # where they begin in the reader's block
+    offset: int  # first row of the piece in the reader's block
 
     def __len__(self) -> int:
         return self.rows.stop - self.rows.start
@@ -37,11 +40,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """Some rows of this rank's queries, and the rows of one or several ranks' keys that they see."""
+    """Some of this rank's queries, and the rows of one or several owner ranks that they attend to."""
 
     queries: slice
     q_at: list[Segment]
-    pieces: list[Piece]  # one after another they are the step's keys
+    pieces: list[Piece]  # concatenated, they are the step's keys
     k_at: list[Segment]
 
     @cached_property
@@ -49,161 +52,188 @@ class Step:
         return sum(len(piece) for piece in self.pieces)
 
 
-class Part(NamedTuple):
-    """Some of a step's queries, which go through a kernel together."""
+class QueryPart(NamedTuple):
+    """Queries of a step that go through one forward kernel."""
 
     rows: slice
     q_at: list[Segment]
-    last: bool  # no later step has any of them
+    is_last: bool  # no later step reads or writes these rows
 
 
 class Plan(NamedTuple):
-    steps: list[Step]  # the own block first
-    gives: list[list[Piece]]  # for each step, which of this rank's rows others take
-    most_keys: int  # that a step of any rank has at most, whatever the documents are
-    parts: list[list[Part]]  # of each step
-    carried: slice  # has all queries that some kernel hands on to a later one
-    unfinished: list[slice]  # of these, the ones whose last kernel did not know that it was
-    shared: list[slice]  # of the own keys, which others have gradients for; if they are more than a few all rows, with padding
+    steps: list[Step]  # the local block first
+    sends: list[list[Piece]]  # per step: local rows that other ranks read
+    max_keys: int  # upper bound on num_keys over all steps and ranks, whatever the documents are
+    query_parts: list[list[QueryPart]]  # per step
+    carried: slice  # smallest range with every query row whose (out, lse) is passed to a later kernel
+    unfinished: list[slice]  # carried rows whose last kernel still wrote fp32; cast to the output dtype after the loop
+    shared: list[
+        slice
+    ]  # local key rows that receive remote gradients; all rows with padding, if more than `few` or in > 2 ranges
 
 
-Between = tuple[int, int, int, int]  # reader, its segment, owner, its segment
-VisibleRows = tuple[int, int, int, int]  # query rows first … end - 1 and key rows first … end - 1, both within their segment
+SegmentPair = tuple[int, int, int, int]  # reader rank, index of its segment, owner rank, index of its segment
+VisibleRows = tuple[int, int, int, int]  # query rows first … end − 1, key rows first … end − 1, both within their segment
 
 
 def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = ()) -> Plan:
-    """`blocks` says how many others' blocks each step takes, with keys in ascending order; without it each takes one.
+    """Return the plan of `rank`, cached per layout, mask, rank and `blocks`.
 
-    Only what a mask says on the CPU is used: what is on a device would have to be waited for.
+    Only mask data in host memory is used, because reading device tensors would synchronise.
+
+    Args:
+        layout: Layout of the ring, with ulysses = 1.
+        mask: Attention mask of the whole sequence.
+        rank: Rank in the ring.
+        blocks: Number of remote blocks per step; sums to ranks − 1. The default is one block per step.
     """
-    known = mask.coarse()
-    left, right, _, starts, ends, prefix = known.bounds()
-    first_keys = None if prefix is None else tuple(prefix.tolist())
+    host_mask = mask.host_mask()
+    left, right, _, starts, ends, prefix = host_mask.bounds()
+    prefix_lengths = None if prefix is None else tuple(prefix.tolist())
     if starts is None or ends is None:
-        return _plan(layout, left, right, first_keys, rank, blocks)
-    found = _found_for_documents.setdefault(starts, {})
-    rule = layout, left, right, first_keys
-    if rule not in found:
-        found[rule] = _visible_rows(layout, known)
-    if (*rule, rank, blocks) not in found:
-        # Room for other documents too: to make more for those of another batch, all ranks would have to stop.
-        room = layout.local_length * max((1, *blocks))
-        found[*rule, rank, blocks] = _plan_of(layout, found[rule], rank, blocks, room, 0)
-    return found[*rule, rank, blocks]
+        return _cached_plan(layout, left, right, prefix_lengths, rank, blocks)
+    cache = _document_caches.setdefault(starts, {})
+    rule = layout, left, right, prefix_lengths
+    if rule not in cache:
+        cache[rule] = _find_visible_rows(layout, host_mask)
+    if (*rule, rank, blocks) not in cache:
+        # Buffers are sized for any documents: to grow them for the next batch's, all ranks would have to synchronise.
+        min_capacity = layout.local_length * max((1, *blocks))
+        cache[*rule, rank, blocks] = _build_plan(layout, cache[rule], rank, blocks, min_capacity, 0)
+    return cache[*rule, rank, blocks]
 
 
-# By the tensor itself, which every layer of a step shares: who sees whom, and plans.
-_found_for_documents = WeakTensorKeyDictionary()
+# Visible rows and plans, keyed by the document tensor, which all layers of a training step share.
+_document_caches = WeakTensorKeyDictionary()
 
 
 @lru_cache(maxsize=256)
-def _plan(
-    layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
+def _cached_plan(
+    layout: Layout, left: int, right: int, prefix_lengths: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
 ) -> Plan:
     few = layout.local_length // 4
-    return _plan_of(layout, _seen(layout, left, right, first_keys), rank, blocks, layout.local_length, few)
+    visible = _cached_visible_rows(layout, left, right, prefix_lengths)
+    return _build_plan(layout, visible, rank, blocks, layout.local_length, few)
 
 
 @lru_cache(maxsize=256)
-def _seen(layout: Layout, left: int, right: int, first_keys: tuple[int, ...] | None) -> dict[Between, VisibleRows]:
-    prefix = None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32)
-    return _visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
+def _cached_visible_rows(
+    layout: Layout, left: int, right: int, prefix_lengths: tuple[int, ...] | None
+) -> dict[SegmentPair, VisibleRows]:
+    prefix = None if prefix_lengths is None else torch.tensor(prefix_lengths, dtype=torch.int32)
+    return _find_visible_rows(layout, Mask.from_bounds(Mask().bounds()._replace(left=left, right=right, prefix=prefix)))
 
 
-def _plan_of(layout: Layout, seen: dict[Between, VisibleRows], rank: int, blocks: tuple[int, ...], room: int, few: int) -> Plan:
-    """`room` is how many keys there is to be room for, at least.
+def _build_plan(
+    layout: Layout,
+    visible: dict[SegmentPair, VisibleRows],
+    rank: int,
+    blocks: tuple[int, ...],
+    min_capacity: int,
+    few: int,
+) -> Plan:
+    """Build a plan whose `max_keys` is at least `min_capacity`.
 
-    Where others' blocks concern no more than `few` rows of the own one, as with a window, the rest of it goes apart: it needs
-    no fp32 sums. Not with documents, whose ends are elsewhere in each batch: sizes of memory stay the same.
+    If remote blocks involve at most `few` local rows, as with a window, the other local rows are computed separately: they
+    need no fp32 sums. `few` is 0 with documents, whose borders differ between batches, so that buffer sizes stay constant.
     """
     ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
-    assert ends[-1] == layout.ranks, f"{blocks} are the blocks of {ends[-1] - 1} others, not of {layout.ranks - 1}"
-    mine: list[Step] = [_own_block(layout, rank)]
-    gives: list[list[Piece]] = [[]]
-    most_keys = room
+    assert ends[-1] == layout.ranks, f"blocks={blocks} cover {ends[-1] - 1} remote ranks, not {layout.ranks - 1}"
+    local_steps: list[Step] = [_local_block(layout, rank)]
+    sends: list[list[Piece]] = [[]]
+    max_keys = min_capacity
     for shifts in starmap(range, pairwise(ends)):
-        steps = [_step(layout, reader, [(reader - s) % layout.ranks for s in shifts], seen) for reader in range(layout.ranks)]
+        steps = [
+            _step(layout, reader, [(reader - s) % layout.ranks for s in shifts], visible) for reader in range(layout.ranks)
+        ]
         if not any(step.pieces for step in steps):
             continue
-        mine.append(steps[rank])
-        readers = [(rank + shift) % layout.ranks for shift in shifts]  # so not all owners turn to the same one first
-        gives.append(
+        local_steps.append(steps[rank])
+        readers = [(rank + shift) % layout.ranks for shift in shifts]  # each owner starts with another reader
+        sends.append(
             [replace(piece, rank=reader) for reader in readers for piece in steps[reader].pieces if piece.rank == rank]
         )
-        most_keys = max(most_keys, *(step.num_keys for step in steps))
-    parts = _in_parts(mine, few)
-    handed_on = [part.rows for its in parts for part in its if not part.last]
-    unfinished = without(handed_on, [part.rows for its in parts for part in its if part.last])
-    shared = union(piece.rows for pieces in gives for piece in pieces)
+        max_keys = max(max_keys, *(step.num_keys for step in steps))
+    query_parts = _split_queries(local_steps, few)
+    carried = [part.rows for parts in query_parts for part in parts if not part.is_last]
+    unfinished = difference(carried, [part.rows for parts in query_parts for part in parts if part.is_last])
+    shared = union(piece.rows for pieces in sends for piece in pieces)
     if not few or sum(map(length, shared)) > few or len(shared) > 2:
         shared = [slice(0, layout.local_length)]
-    return Plan(mine, gives, most_keys, parts, around(handed_on), unfinished, shared)
+    return Plan(local_steps, sends, max_keys, query_parts, bounding_range(carried), unfinished, shared)
 
 
-def _in_parts(steps: list[Step], few: int) -> list[list[Part]]:
-    """Each step's queries are one part; but the own block's few that later steps have, in one run or two, go apart."""
-    found: list[list[Part]] = []
+def _split_queries(steps: list[Step], few: int) -> list[list[QueryPart]]:
+    """One part per step; in step 0, at most `few` rows that later steps read, in one or two ranges, are parts of their own."""
+    query_parts: list[list[QueryPart]] = []
     for index, step in enumerate(steps):
-        later = union(other.queries for other in steps[index + 1 :])
-        runs = [step.queries] if step.pieces or index == 0 else []
+        later = union(later_step.queries for later_step in steps[index + 1 :])
+        ranges = [step.queries] if step.pieces or index == 0 else []
         if index == 0 and len(later) in (1, 2) and sum(map(length, later)) <= few:
-            if later[-1].stop == num_rows(step.q_at):  # padding is not a part by itself
+            if later[-1].stop == num_rows(step.q_at):  # keeps padding from becoming a part of its own
                 later[-1] = slice(later[-1].start, step.queries.stop)
-            runs = sorted([*later, *without(runs, later)], key=lambda run: run.start)
+            ranges = sorted([*later, *difference(ranges, later)], key=lambda rows: rows.start)
         first = step.queries.start
-        found.append(
+        query_parts.append(
             [
-                Part(run, cut(step.q_at, run.start - first, run.stop - first), without([run], later) == union([run]))
-                for run in runs
+                QueryPart(
+                    rows,
+                    cut(step.q_at, rows.start - first, rows.stop - first),
+                    is_last=difference([rows], later) == union([rows]),
+                )
+                for rows in ranges
             ]
         )
-    return found
+    return query_parts
 
 
-def _own_block(layout: Layout, rank: int) -> Step:
-    """All rows, padding too: the first call writes every row of out and lse."""
+def _local_block(layout: Layout, rank: int) -> Step:
+    """Step 0. Its queries include padding, so the first call writes every row of out and lse."""
     at = layout.segments(rank)
     return Step(slice(0, layout.local_length), at, [Piece(rank, slice(0, num_rows(at)), 0)], at)
 
 
-GRAIN = 16  # rows. Kernels are compiled again for numbers that 16 does not divide, and documents end anywhere
+# Row ranges are rounded to multiples of this: Triton compiles a kernel again for integers that 16 does not divide, and
+# documents end at any row.
+ROW_MULTIPLE = 16
 
 
-def _step(layout: Layout, reader: int, owners: list[int], seen: dict[Between, VisibleRows]) -> Step:
+def _step(layout: Layout, reader: int, owners: list[int], visible: dict[SegmentPair, VisibleRows]) -> Step:
     first, end = layout.local_length, 0
-    found: list[tuple[Segment, int, slice]] = []  # where keys stand, whose they are, which rows
+    key_ranges: list[tuple[Segment, int, slice]] = []  # segment, owner rank, rows of the owner's shard
     for owner in owners:
         key_row = 0
         for j, segment in enumerate(layout.segments(owner)):
             keys_first, keys_end, query_row = segment[2], 0, 0
             for i, (_, _, count) in enumerate(layout.segments(reader)):
-                if (reader, i, owner, j) in seen:
-                    run = seen[reader, i, owner, j]
-                    first, end = min(first, query_row + run[0]), max(end, query_row + run[1])
-                    keys_first, keys_end = min(keys_first, run[2]), max(keys_end, run[3])
+                if (reader, i, owner, j) in visible:
+                    rows = visible[reader, i, owner, j]
+                    first, end = min(first, query_row + rows[0]), max(end, query_row + rows[1])
+                    keys_first, keys_end = min(keys_first, rows[2]), max(keys_end, rows[3])
                 query_row += count
             if keys_first < keys_end:
-                rows = slice(key_row + keys_first, key_row + keys_end)
-                found.append((cut([segment], keys_first, keys_end)[0], owner, rows))
+                key_rows = slice(key_row + keys_first, key_row + keys_end)
+                key_ranges.append((cut([segment], keys_first, keys_end)[0], owner, key_rows))
             key_row += segment[2]
-    if not found:
+    if not key_ranges:
         return Step(slice(0, 0), [], [], [])
     if len(owners) > 1:
-        found.sort(key=lambda item: item[0])  # by position: then kernels see as few runs of keys as there are
+        key_ranges.sort(key=lambda key_range: key_range[0])  # by position, so that kernels get the fewest ascending ranges
     pieces: list[Piece] = []
-    at = 0
-    for _, owner, rows in found:
-        if pieces and pieces[-1].rank == owner and pieces[-1].rows.stop == rows.start:
-            before = pieces.pop()  # one message, not two
-            pieces.append(Piece(owner, slice(before.rows.start, rows.stop), before.at))
+    offset = 0
+    for _, owner, key_rows in key_ranges:
+        if pieces and pieces[-1].rank == owner and pieces[-1].rows.stop == key_rows.start:
+            previous = pieces.pop()  # one message instead of two
+            pieces.append(Piece(owner, slice(previous.rows.start, key_rows.stop), previous.offset))
         else:
-            pieces.append(Piece(owner, rows, at))
-        at += rows.stop - rows.start
-    return Step(slice(first, end), cut(layout.segments(reader), first, end), pieces, [item[0] for item in found])
+            pieces.append(Piece(owner, key_rows, offset))
+        offset += key_rows.stop - key_rows.start
+    k_at = [segment for segment, _, _ in key_ranges]
+    return Step(slice(first, end), cut(layout.segments(reader), first, end), pieces, k_at)
 
 
-def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, VisibleRows]:
-    """(reader, its segment, owner, its segment) → who sees whom; pairs that see nothing are left out."""
+def _find_visible_rows(layout: Layout, mask: Mask) -> dict[SegmentPair, VisibleRows]:
+    """Return the visible query and key rows of each pair of segments of two ranks; pairs without any are left out."""
     names = [(rank, i) for rank in range(layout.ranks) for i in range(len(layout.segments(rank)))]
     segments = [segment for rank in range(layout.ranks) for segment in layout.segments(rank)]
     if not segments:
@@ -214,7 +244,7 @@ def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, VisibleRows]:
     k_last = k_start + (k_count - 1) * k_step
 
     def bounds(row: Tensor) -> tuple[Tensor, Tensor]:
-        """lo and hi of these rows of the queries, the widest of a batch."""
+        """Return lo and hi of these query rows; of a batch, the widest interval."""
         lo, hi = mask.interval((q_start + row * q_step).flatten(), layout.length)
         if lo.ndim == 2:
             lo, hi = lo.amin(0), hi.amax(0)
@@ -226,27 +256,31 @@ def _visible_rows(layout: Layout, mask: Mask) -> dict[Between, VisibleRows]:
     _, highest = bounds((end - 1).clamp(min=0))
     key_first = (-((k_start - lowest) // k_step)).clamp(min=0)  # rounded up
     key_end = (highest.minimum(k_last) - k_start) // k_step + 1
-    runs = torch.stack([first, end, key_first, key_end], -1).tolist()
+    rows = torch.stack([first, end, key_first, key_end], -1).tolist()
     return {
-        (*reader, *owner): _widened(runs[a][b], segments[a][2], segments[b][2])
-        for a, reader in enumerate(names)
-        for b, owner in enumerate(names)
-        if reader[0] != owner[0] and runs[a][b][0] < runs[a][b][1] and runs[a][b][2] < runs[a][b][3]
+        (*reader, *owner): _round_out(rows[i][j], segments[i][2], segments[j][2])
+        for i, reader in enumerate(names)
+        for j, owner in enumerate(names)
+        if reader[0] != owner[0] and rows[i][j][0] < rows[i][j][1] and rows[i][j][2] < rows[i][j][3]
     }
 
 
-def _widened(run: VisibleRows, num_queries: int, num_keys: int) -> VisibleRows:
-    """To multiples of GRAIN rows, where there are as many; the mask hides the extra rows."""
-    first, end, key_first, key_end = (n // GRAIN * GRAIN for n in (run[0], run[1] + GRAIN - 1, run[2], run[3] + GRAIN - 1))
+def _round_out(rows: VisibleRows, num_queries: int, num_keys: int) -> VisibleRows:
+    """Widen both ranges to multiples of ROW_MULTIPLE, at most to the whole segment. The mask hides the extra rows."""
+    first, end, key_first, key_end = rows
+    round_up = ROW_MULTIPLE - 1
+    first, end, key_first, key_end = (
+        n // ROW_MULTIPLE * ROW_MULTIPLE for n in (first, end + round_up, key_first, key_end + round_up)
+    )
     return first, min(end, num_queries), key_first, min(key_end, num_keys)
 
 
-def _first_row(count: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first row for which the test holds, as it then does for all later ones; `count` if there is none."""
+def _first_row(count: Tensor, condition: Callable[[Tensor], Tensor]) -> Tensor:
+    """Bisect for the first row at which a monotone condition holds; `count` if it holds at none."""
     low, high = torch.zeros_like(count), count.clone()
     while bool((low < high).any()):
         middle = (low + high) // 2
-        holds = test(middle.minimum(count - 1)) | (low >= high)
+        holds = condition(middle.minimum(count - 1)) | (low >= high)
         high = torch.where(holds & (low < high), middle, high)
         low = torch.where(holds, low, middle + 1)
     return low

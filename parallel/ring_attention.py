@@ -1,12 +1,16 @@
-"""`ring_attention`: the ring as one operator each way.
+"""`ring_attention`: attention over a sequence that the ranks of a group share, as one operator per direction.
 
-torch.compile sees one call, and selective activation checkpointing can keep (out, lse) and never runs the ring twice. As in
-`kernels.attention` an op receives tensors, numbers and strings only: the group travels as its name, the layout as its
-parts, and the mask as its numbers, twice: on the device for the kernels, and as the CPU knows them for the plan.
+    ring_attention           validates, packs the arguments
+    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring.ring_forward
+    ringspan::ring_backward  the same → ring.ring_backward
+
+torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
+take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
+and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -19,26 +23,69 @@ from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.validate import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
-from ringspan.parallel.coordination.process_groups import RingGroups, by_name, ring_groups
+from ringspan.parallel.coordination.process_groups import RingGroups, group_by_name, ring_groups
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
 from ringspan.parallel.ring import ring_backward, ring_forward
 from ringspan.parallel.streams import on_device, wait_for_all
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.select import (
-    COPIED,
+    COPY_TRANSPORTS,
     TRANSPORTS,
     blocks_per_step,
-    bytes_of_gradients,
     choose_transport,
+    gradient_bytes,
     make_transport,
 )
 
 
+@overload
 def ring_attention(
-    q: Tensor,  # (B, n, Hq, D): this rank's shard
-    k: Tensor,  # (B, n, Hkv, D)
-    v: Tensor,  # (B, n, Hkv, Dv)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    *,
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    transport: str = "auto",
+    head_start: int = 0,
+    sequence_group: ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    deterministic: bool = False,
+    backend: str = "auto",
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    transport: str = "auto",
+    head_start: int = 0,
+    sequence_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -53,61 +100,112 @@ def ring_attention(
     group: ProcessGroup | None = None,
     transport: str = "auto",
     head_start: int = 0,
-    among: ProcessGroup | None = None,
+    sequence_group: ProcessGroup | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    *,
+    layout: Layout,
+    group: ProcessGroup | None = None,
+    transport: str = "auto",
+    head_start: int = 0,
+    sequence_group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`kernels.attention` over a sequence that the ranks of a group share; shards in, shards out.
+    """Compute exact attention over a sequence whose shards are on the ranks of a group. Differentiable.
 
-    mask.documents are those of the whole sequence, in natural order, on every rank; on the CPU they also say which blocks
-    need not travel. Dropout needs a seed, the same on every rank. The gradient of sinks is this rank's part of it: sum it
-    over the ranks, as that of any weight. Rows of padding give 0, lse -inf, and no gradient. `head_start` is the index of
-    the first query head among all heads, where a rank has only some; `among` are then all ranks of the sequence, which
-    compare their arguments. `deterministic` is the kernels' choice; what the ring itself adds up has a fixed order.
+    Every rank of the group must call it, with its own shards and otherwise equal arguments. The result is the shard of what
+    `attention` computes for the whole sequence. n is `layout.local_length`.
+
+    Args:
+        q: (B, n, Hq, D), this rank's shard of the queries. Dtypes and head dims as in `attention`.
+        k: (B, n, Hkv, D), this rank's shard of the keys; Hkv divides Hq.
+        v: (B, n, Hkv, Dv), this rank's shard of the values.
+        mask: Attention mask of the whole sequence; None means that every query attends to every key. `documents` are those of
+            the whole sequence, in natural order, on every rank. If they are on the CPU, blocks without visible keys are not
+            sent.
+        scale: Factor of the scores; the default is D ** −0.5.
+        softcap: Cap of the scores, s ← softcap · tanh(s / softcap); 0 means none.
+        sinks: (Hq,) scores of a key whose value is 0. Their gradient is this rank's part: sum it over the ranks.
+        dropout: Probability of dropping an attention weight.
+        seed: Seed of dropout, an int or an int64 tensor () or (B,), equal on every rank. Required if `dropout` > 0.
+        return_lse: Also return lse.
+        deterministic: Make gradients equal bit for bit in every run. Only backend "hopper" needs it, and is slower with it;
+            the ring itself always adds in a fixed order.
+        backend: "auto", "reference", "chunked", "triton" or "hopper".
+        layout: Layout of the sequence over the ranks of the group, with ulysses = 1.
+        group: Process group of the ring; the default group if None. Without torch.distributed there is one rank.
+        transport: "auto", "p2p" (send/recv), "copy" (copy engines, one host), "all_gather" or "copy_all" (the same two, with
+            all remote blocks in one step).
+        head_start: Index of the first query head among all heads, if this rank has only some of them.
+        sequence_group: Group whose ranks compare their arguments; the default is `group`. Larger if ranks split heads too.
+
+    Returns:
+        out (B, n, Hq, Dv) in the dtype of q. With `return_lse` a pair of out and lse (B, Hq, n): the natural logarithm of the
+        softmax's denominator, sinks included, in fp32 (fp64 for fp64), differentiable. A query that attends to no key has out 0
+        and lse = its sink, or −inf without sinks. Padding rows have out 0, lse −inf and zero gradients.
+
+    Raises:
+        ValueError: An argument cannot be honoured here, has been rejected on another rank, or differs between ranks. The
+            message names the argument.
+        RuntimeError: A peer rank has died or did not answer within the group's timeout. The message names rank, operator and
+            step.
     """
     group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-    size, rank, name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
-    among = group if among is None else among
-    everyone = among.group_name if among is not None and among.size() > 1 else ""
+    size, rank, group_name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
+    sequence_group = group if sequence_group is None else sequence_group
+    sequence_name = sequence_group.group_name if sequence_group is not None and sequence_group.size() > 1 else ""
     mask = Mask() if mask is None else mask
-    check_tangents(q=q, k=k, v=v, sinks=sinks)  # not told to the others, who have them too: under jvp nothing can be sent
+    check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
     try:
         q, k, v = cast_for_autocast(q, k, v)
         check_head_start(head_start)
-        _check(q, k, v, mask, scale, softcap, sinks, dropout, seed, deterministic, layout, size, transport)
+        _validate(q, k, v, mask, scale, softcap, sinks, dropout, seed, deterministic, layout, size, transport)
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        choose_backend(backend, q, v, scale=scale, dropout=dropout)  # complains of a backend that cannot
+        choose_backend(backend, q, v, scale=scale, dropout=dropout)  # raises if the backend cannot run
     except ValueError as error:
-        if everyone and isinstance(q, Tensor):
-            report_rejection(everyone, q.device, error)
+        if sequence_name and isinstance(q, Tensor):
+            report_rejection(sequence_name, q.device, error)
         raise
     if isinstance(seed, int):
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
-    left, right, padded, *tensors = mask.bounds(q.device)
-    _, known_right, _, *known = mask.coarse().bounds()
-    parts = layout.length, layout.ranks, layout.multiple, rank
-    numbers = RingInts(left, right, padded, known_right, head_start, deterministic, *parts)
-    names = " ".join((backend, layout.kind, transport, name, everyone))
+    left, right, has_padding, *tensors = mask.bounds(q.device)
+    _, plan_right, _, *plan_tensors = mask.host_mask().bounds()
+    layout_fields = layout.length, layout.ranks, layout.multiple, rank
+    integers = RingInts(left, right, has_padding, plan_right, head_start, deterministic, *layout_fields)
+    names = " ".join((backend, layout.kind, transport, group_name, sequence_name))
     seed = seed if dropout else None
-    factors = [scale, float(softcap), float(dropout)]
-    out, lse = forward_op(q, k, v, *tensors, *known, sinks, seed, [int(n) for n in numbers], factors, names)
+    floats = [scale, float(softcap), float(dropout)]
+    out, lse = forward_op(q, k, v, *tensors, *plan_tensors, sinks, seed, [int(n) for n in integers], floats, names)
     return (out, lse) if return_lse else out
 
 
 class RingInts(NamedTuple):
-    """The integers that an op is given."""
+    """The integer arguments of the operators."""
 
     left: int
     right: int
-    padded: int
-    known_right: int
+    has_padding: int
+    plan_right: int  # `right` as known to the host
     head_start: int
     deterministic: int
-    length: int
+    length: int  # from here: fields of the layout, and the rank in it
     ranks: int
     multiple: int
     rank: int
 
 
-def _check(
+def _validate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,9 +222,9 @@ def _check(
 ) -> None:
     check_qkv(q, k, v)
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a kernels.Mask or None, not {type(mask).__name__}: masks here are rules, not matrices")
+        raise ValueError(f"mask must be a ringspan.Mask or None, not {type(mask).__name__}: masks are rules, not matrices")
     if not isinstance(layout, Layout):
-        raise ValueError(f"layout must be a parallel.Layout, not {type(layout).__name__}: Layout('zigzag', length=…, ranks=…)")
+        raise ValueError(f"layout must be a ringspan.Layout, not {type(layout).__name__}: Layout('zigzag', length=…, ranks=…)")
     if layout.ulysses > 1:
         raise ValueError(f"layout has ulysses={layout.ulysses}: call context_attention with its mesh, or use ulysses=1")
     if layout.ranks != size:
@@ -149,58 +247,61 @@ def _check(
 
 
 class RingCall:
-    """What an op's arguments mean: the mask, how blocks move, and the options of the block functions."""
+    """One run of an operator: unpacks its arguments into mask, transport and options of the block functions.
 
-    def __init__(self, what: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
-        starts, ends, prefix, known_starts, known_ends, known_prefix, self.sinks, seed, integers, factors, names = given
+    Used as a context manager around the ring. Creating it compares the arguments across ranks, if a comparison is due.
+    """
+
+    def __init__(self, op: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
+        starts, ends, prefix, plan_starts, plan_ends, plan_prefix, self.sinks, seed, integers, floats, names = args
         n = RingInts(*integers)
-        backend, kind, transport, group, everyone = names.split(" ")
-        progress.enter(what)
-        padded = bool(n.padded)
-        self.mask = Mask.from_bounds(Bounds(n.left, n.right, padded, starts, ends, prefix))
-        known = Mask.from_bounds(Bounds(n.left, n.known_right, padded, known_starts, known_ends, known_prefix))
+        backend, kind, transport, group_name, sequence_name = names.split(" ")
+        progress.enter(op)
+        has_padding = bool(n.has_padding)
+        self.mask = Mask.from_bounds(Bounds(n.left, n.right, has_padding, starts, ends, prefix))
+        plan_mask = Mask.from_bounds(Bounds(n.left, n.plan_right, has_padding, plan_starts, plan_ends, plan_prefix))
         layout = Layout(kind, n.length, n.ranks, multiple=n.multiple)
-        scale, softcap, dropout = factors
+        scale, softcap, dropout = floats
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.transport: Transport
-        self.pair: RingGroups | None
+        self.groups: RingGroups | None
         self.device = q.device
 
         def describe() -> dict[str, Any]:
-            """What has to be the same on every rank."""
-            said: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-            said |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout), "transport": transport}
-            said |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
-            said |= {"documents": (_digest(known_starts), _digest(known_ends)), "prefix": _digest(known_prefix)}
-            said |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
-            return said | {"seed": None if seed is None else seed.tolist()}
+            """Return the arguments that must be equal on every rank."""
+            arguments: dict[str, Any] = {f"{name}'s shape": tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+            arguments |= {"dtype": str(q.dtype), "device type": q.device.type, "layout": str(layout), "transport": transport}
+            arguments |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
+            arguments |= {"documents": (_digest(plan_starts), _digest(plan_ends)), "prefix": _digest(plan_prefix)}
+            arguments |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+            return arguments | {"seed": None if seed is None else seed.tolist()}
 
-        if everyone:
-            check_same_on_all_ranks(everyone, q.device, describe)
+        if sequence_name:
+            check_same_on_all_ranks(sequence_name, q.device, describe)
         if n.ranks > 1:
-            pair = ring_groups(by_name(group), q.device)
-            backward = what == "ring backward"
-            moves_by = choose_transport(transport, pair, q.device, k.nbytes + v.nbytes, backward)
-            gradients = bytes_of_gradients(k.shape[1], k, v)
-            blocks = blocks_per_step(moves_by, layout, n.known_right == 0, gradients, k.shape[2], backward)
-            plan = make_plan(layout, known, n.rank, blocks)
-            self.transport = make_transport(moves_by, pair, plan, q.device)
-            self.pair, self.by_engines = pair, moves_by in COPIED
+            groups = ring_groups(group_by_name(group_name), q.device)
+            backward = op == "ring backward"
+            chosen = choose_transport(transport, groups, q.device, k.nbytes + v.nbytes, backward)
+            nbytes = gradient_bytes(k.shape[1], k, v)
+            blocks = blocks_per_step(chosen, layout, n.plan_right == 0, nbytes, k.shape[2], backward)
+            plan = make_plan(layout, plan_mask, n.rank, blocks)
+            self.transport = make_transport(chosen, groups, plan, q.device)
+            self.groups, self.uses_copy_engines = groups, chosen in COPY_TRANSPORTS
         else:
-            self.transport = SingleRankTransport(make_plan(layout, known, n.rank))
-            self.pair, self.by_engines = None, False
+            self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
+            self.groups, self.uses_copy_engines = None, False
 
     def __enter__(self) -> "RingCall":
         return self
 
     def __exit__(self, error: type | None, *_: Any) -> None:
-        """The device has been told everything: from here on it is watched, where it is a GPU with others to wait for."""
+        """After an error, wait for side streams and abort the transport. Else watch the GPU, whose work is now enqueued."""
         if error is not None:
-            wait_for_all(self.device)  # what is still on its way into this call's memory, or adds up there
+            wait_for_all(self.device)  # transfers and sums still use this call's memory
             self.transport.abort()
-        elif self.pair is not None and self.device.type == "cuda":
-            progress.expect(self.pair.others, self.pair.seconds, end=self.by_engines)
+        elif self.groups is not None and self.device.type == "cuda":
+            progress.expect(self.groups.peers, self.groups.timeout_s, end=self.uses_copy_engines)
 
 
 @differentiable("ring_forward", lambda: backward_op)
@@ -211,19 +312,19 @@ def forward_op(
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
-    known_starts: Tensor | None,
-    known_ends: Tensor | None,
-    known_prefix: Tensor | None,
+    plan_starts: Tensor | None,
+    plan_ends: Tensor | None,
+    plan_prefix: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    numbers: list[int],  # Numbers
-    factors: list[float],  # scale, softcap, dropout
-    names: str,  # backend, layout, transport, the ring's group, and that of all ranks of the sequence
+    integers: list[int],  # RingInts
+    floats: list[float],  # scale, softcap, dropout
+    names: str,  # backend, layout kind, transport, ring group, sequence group, separated by blanks
 ) -> tuple[Tensor, Tensor]:
-    given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    with on_device(q.device), RingCall("ring forward", q, k, v, *given) as call:
-        start = None if sinks is None else sink_carry(sinks, q)[1]
-        return ring_forward(q, k, v, call.mask, call.transport, start, **call.options)
+    args = starts, ends, prefix, plan_starts, plan_ends, plan_prefix, sinks, seed, integers, floats, names
+    with on_device(q.device), RingCall("ring forward", q, k, v, *args) as call:
+        sink_lse = None if sinks is None else sink_carry(sinks, q)[1]
+        return ring_forward(q, k, v, call.mask, call.transport, sink_lse, **call.options)
 
 
 @derivative("ring_backward")
@@ -238,17 +339,17 @@ def backward_op(
     starts: Tensor | None,
     ends: Tensor | None,
     prefix: Tensor | None,
-    known_starts: Tensor | None,
-    known_ends: Tensor | None,
-    known_prefix: Tensor | None,
+    plan_starts: Tensor | None,
+    plan_ends: Tensor | None,
+    plan_prefix: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    numbers: list[int],
-    factors: list[float],
+    integers: list[int],
+    floats: list[float],
     names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # of q, k, v and sinks (empty without)
-    given = starts, ends, prefix, known_starts, known_ends, known_prefix, sinks, seed, numbers, factors, names
-    with on_device(q.device), RingCall("ring backward", q, k, v, *given) as call:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dsinks (empty without sinks)
+    args = starts, ends, prefix, plan_starts, plan_ends, plan_prefix, sinks, seed, integers, floats, names
+    with on_device(q.device), RingCall("ring backward", q, k, v, *args) as call:
         dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.transport, **call.options)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 

@@ -1,57 +1,59 @@
-"""Runs of rows, as slices from their first row to behind their last."""
+"""Operations on row ranges: slices from the first row to one past the last row."""
 
 from collections.abc import Iterable
 from itertools import accumulate
 
 
-def union(runs: Iterable[slice]) -> list[slice]:
-    """All of these rows, once and in order."""
-    found: list[slice] = []
-    for run in sorted(runs, key=lambda run: run.start):
-        if found and run.start <= found[-1].stop:
-            found[-1] = slice(found[-1].start, max(run.stop, found[-1].stop))
-        elif run.start < run.stop:
-            found.append(run)
-    return found
+def union(ranges: Iterable[slice]) -> list[slice]:
+    """Return the rows of all ranges as disjoint, non-adjacent ranges in ascending order."""
+    merged: list[slice] = []
+    for rows in sorted(ranges, key=lambda rows: rows.start):
+        if merged and rows.start <= merged[-1].stop:
+            merged[-1] = slice(merged[-1].start, max(rows.stop, merged[-1].stop))
+        elif rows.start < rows.stop:
+            merged.append(rows)
+    return merged
 
 
-def without(runs: Iterable[slice], taken: Iterable[slice]) -> list[slice]:
-    """The rows of the first that are none of the second, in order."""
-    found: list[slice] = []
-    gaps = union(taken)
-    for run in union(runs):
-        begin = run.start
+def difference(ranges: Iterable[slice], removed: Iterable[slice]) -> list[slice]:
+    """Return the rows of `ranges` that are not in `removed`, in ascending order."""
+    remaining: list[slice] = []
+    gaps = union(removed)
+    for rows in union(ranges):
+        start = rows.start
         for gap in gaps:
-            if begin < gap.start < run.stop:
-                found.append(slice(begin, gap.start))
-            if gap.start < run.stop:
-                begin = max(begin, gap.stop)
-        if begin < run.stop:
-            found.append(slice(begin, run.stop))
-    return found
+            if start < gap.start < rows.stop:
+                remaining.append(slice(start, gap.start))
+            if gap.start < rows.stop:
+                start = max(start, gap.stop)
+        if start < rows.stop:
+            remaining.append(slice(start, rows.stop))
+    return remaining
 
 
-def around(runs: list[slice]) -> slice:
-    """One run that has all of these."""
-    return slice(min(run.start for run in runs), max(run.stop for run in runs)) if runs else slice(0, 0)
+def bounding_range(ranges: list[slice]) -> slice:
+    """Return the smallest range that contains all ranges; an empty one if there are none."""
+    return slice(min(rows.start for rows in ranges), max(rows.stop for rows in ranges)) if ranges else slice(0, 0)
 
 
-def within(run: slice, whole: slice) -> slice:
-    """The run, counted from where the whole begins."""
-    return slice(run.start - whole.start, run.stop - whole.start)
+def relative_to(rows: slice, base: slice) -> slice:
+    """Return `rows` counted from the first row of `base`."""
+    return slice(rows.start - base.start, rows.stop - base.start)
 
 
-def packed(whole: list[slice]) -> list[tuple[slice, slice]]:
-    """Each of these runs, and where it is if they stand one behind another."""
-    ends = list(accumulate(map(length, whole), initial=0))
-    return [(run, slice(begin, end)) for run, begin, end in zip(whole, ends, ends[1:], strict=False)]
+def packed(ranges: list[slice]) -> list[tuple[slice, slice]]:
+    """Return each range with its position in a buffer that holds the ranges one after another."""
+    ends = list(accumulate(map(length, ranges), initial=0))
+    return [(rows, slice(start, end)) for rows, start, end in zip(ranges, ends, ends[1:], strict=False)]
 
 
-def place(run: slice, whole: list[slice]) -> slice:
-    """Where a run is that is in one of these, if they stand one behind another."""
-    begin = next(at.start - other.start for other, at in packed(whole) if other.start <= run.start and run.stop <= other.stop)
-    return slice(run.start + begin, run.stop + begin)
+def packed_position(rows: slice, ranges: list[slice]) -> slice:
+    """Return the position of `rows`, which lie inside one of the ranges, in a buffer that packs the ranges."""
+    offset = next(
+        at.start - outer.start for outer, at in packed(ranges) if outer.start <= rows.start and rows.stop <= outer.stop
+    )
+    return slice(rows.start + offset, rows.stop + offset)
 
 
-def length(run: slice) -> int:
-    return run.stop - run.start
+def length(rows: slice) -> int:
+    return rows.stop - rows.start

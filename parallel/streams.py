@@ -1,16 +1,18 @@
-"""Streams beside a caller's. On a CPU there are none, and everything is done where it stands.
+"""Side streams: extra CUDA streams of a caller, on which transfers and small operations overlap its kernels.
 
-Each stream of a caller has its own beside it. Where an SM is free the lowest number comes first: transfers, and what is small
-and waited for (-3), kernels that others wait for (-2), small work that may wait (-1), and at the priority that callers have, a
-kernel that fills what all of these leave idle (0).
+    sums = SideStream(device, "sums")
+    sums.wait_for_caller()            work enqueued here starts after all work enqueued on the caller's stream so far
+    with sums.run(): …                enqueue on this stream
+    wait = sums.completion()          wait() makes the then current stream wait for it
 
-A large kernel leaves SMs idle in its last wave. Small work that waits on a stream of its own, given after that kernel and
-waiting only for what came before it, runs there and stands between no two kernels. Copies need no SM at all.
+Each caller stream has its own side streams, by name. On a CPU there are none, and work runs immediately. The priority orders
+thread blocks when an SM is free; lower numbers go first:
 
-    sums = Beside(device, "sums")
-    sums.follow()                     what comes here waits for what the current stream has been given so far
-    with sums.run(): …
-    wait = sums.done()                wait() makes the stream that is then current wait for it
+    -3  transfers, and small operations that other work waits for      -1  small operations that may wait
+    -2  kernels that other work waits for                               0  filler kernels, at the callers' priority
+
+A large kernel leaves SMs idle in its last wave. A small operation that is enqueued after the kernel, and waits only for work
+before it, runs on those SMs and delays no kernel. Copies by copy engines need no SM.
 """
 
 from collections import deque
@@ -19,125 +21,134 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-_streams: dict[tuple[torch.cuda.Stream, str], torch.cuda.Stream] = {}
-Transfer = Callable[[], object]  # makes the current stream, or on the CPU the caller, wait until something is here
+Wait = Callable[[], object]  # makes the current stream, or on a CPU the host, wait for one operation
+
+_side_streams: dict[tuple[torch.cuda.Stream, str], torch.cuda.Stream] = {}  # by caller stream and name
+_current_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """torch's own looks for the device at length."""
-    number = torch._C._cuda_getCurrentStream(device.index)
-    if number not in _current:
-        _current[number] = torch.cuda.current_stream(device)
-    return _current[number]
-
-
-_current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+    """Return the current stream of a device. Cached, because torch.cuda.current_stream resolves its device argument slowly."""
+    key = torch._C._cuda_getCurrentStream(device.index)
+    if key not in _current_streams:
+        _current_streams[key] = torch.cuda.current_stream(device)
+    return _current_streams[key]
 
 
 class SideStream:
-    """Made, followed and left again on one and the same stream, of the current device."""
+    """Extra stream of the stream that is current when it is created, its caller, on the current device."""
 
-    def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
+    def __init__(self, device: torch.device, name: str, priority: int = -3) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self.caller: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.caller = current_stream(device)
-            key = self.caller, use
-            if key not in _streams:
-                _streams[key] = torch.cuda.Stream(device, priority)
-            self.stream = _streams[key]
+            key = self.caller, name
+            if key not in _side_streams:
+                _side_streams[key] = torch.cuda.Stream(device, priority)
+            self.stream = _side_streams[key]
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
+        """Make this stream wait for all work enqueued on the caller's stream so far."""
         if self.stream is not None and self.caller is not None:
             self.stream.wait_stream(self.caller)
 
     def run(self) -> AbstractContextManager[object]:
+        """Return a context in which this stream is current."""
         return nullcontext() if self.stream is None or self.caller is None else _StreamContext(self.stream, self.caller)
 
-    def behind(self, other: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
-        """The stream that it was made on, which from now on comes behind what another one was given."""
-        if other is not None and self.caller is not None and other != self.caller:
-            self.caller.wait_stream(other)
+    def order_caller_after(self, previous: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+        """Make the caller's stream wait for all work enqueued on `previous` so far; return the caller's stream."""
+        if previous is not None and self.caller is not None and previous != self.caller:
+            self.caller.wait_stream(previous)
         return self.caller
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind what it was given so far."""
+    def record(self) -> torch.cuda.Event | None:
+        """Record an event after all work enqueued on this stream so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def done(self) -> Transfer:
-        return self.waiting_for(self.mark())
+    def completion(self) -> Wait:
+        """Return a wait for all work enqueued on this stream so far."""
+        return self.wait_for(self.record())
 
     def join(self) -> None:
-        """The current stream waits for what was given here so far."""
-        self.done()()
+        """Make the current stream wait for all work enqueued on this stream so far."""
+        self.completion()()
 
-    def waiting_for(self, event: torch.cuda.Event | None) -> Transfer:
+    def wait_for(self, event: torch.cuda.Event | None) -> Wait:
+        """Return a wait for an event of this stream."""
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 
 
 class CurrentStream(SideStream):
-    """The caller's own stream, in the place of one beside it."""
+    """The caller's own stream with the interface of a side stream: all waits are no-ops."""
 
     def __init__(self) -> None:
         self.stream = self.caller = None
 
 
 class StreamRotation:
-    """Kernels on some streams in turn. Each is given before the ones ahead are waited for, and begins on the SMs that their
-    last waves leave idle."""
+    """Kernels launched on several streams in rotation.
+
+    The host launches a kernel before the caller waits for the previous ones, so it starts on the SMs that their last waves
+    leave idle.
+    """
 
     def __init__(self, streams: list[SideStream]) -> None:
         self.streams = streams
-        self.at_work: deque[tuple[Transfer, Callable[[], None]]] = deque()
+        self.in_flight: deque[tuple[Wait, Callable[[], None]]] = deque()
 
     def next(self) -> SideStream:
-        """The stream whose turn it is: what goes there comes behind what it was given before."""
+        """Return the next stream. Its kernels run in order."""
         self.streams.append(self.streams.pop(0))
         return self.streams[-1]
 
-    def given(self, then: Callable[[], None]) -> None:
-        """A kernel, to that stream. `then` is what is to happen once the current stream comes behind it."""
-        self.at_work.append((self.streams[-1].done(), then))
+    def submit(self, on_done: Callable[[], None]) -> None:
+        """Register the kernel just launched on that stream.
+
+        `drain_to` calls `on_done` once the current stream waits for the kernel.
+        """
+        self.in_flight.append((self.streams[-1].completion(), on_done))
 
     def drain_to(self, count: int) -> None:
-        """The current stream comes behind the first of them."""
-        while len(self.at_work) > count:
-            done, then = self.at_work.popleft()
-            done()
-            then()
+        """Make the current stream wait for the oldest kernels until `count` are left in flight."""
+        while len(self.in_flight) > count:
+            wait, on_done = self.in_flight.popleft()
+            wait()
+            on_done()
 
-    def before(self, beside: SideStream) -> None:
-        """What comes there waits for all kernels so far, as for what the current stream was given."""
-        beside.follow()
-        with beside.run():
-            for done, _ in self.at_work:
-                done()
+    def order_before(self, stream: SideStream) -> None:
+        """Make `stream` wait for all kernels in flight and for all work enqueued on the caller's stream so far."""
+        stream.wait_for_caller()
+        with stream.run():
+            for wait, _ in self.in_flight:
+                wait()
 
 
 def wait_for_all(device: torch.device) -> None:
-    """After an error: the current stream waits for all that stand beside it."""
+    """Make the current stream wait for all of its side streams, as needed after an error."""
     if device.type == "cuda":
-        caller = current_stream(device)
-        for (whose, _), stream in _streams.items():
-            if whose == caller:
-                caller.wait_stream(stream)
+        current = current_stream(device)
+        for (caller, _), stream in _side_streams.items():
+            if caller == current:
+                current.wait_stream(stream)
 
 
 class _StreamContext:
-    """torch.cuda.stream, without asking at length where we are."""
+    """torch.cuda.stream without its lookup of the current stream, which takes host time in each call."""
 
-    def __init__(self, there: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
-        self.there, self.back = there, back
+    def __init__(self, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
+        self.stream, self.caller = stream, caller
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self.there)
+        torch.cuda.set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self.back)
+        torch.cuda.set_stream(self.caller)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Streams, events and signals are the current device's, which need not be the tensors'."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if elsewhere else nullcontext()
+    """Return a context in which `device` is current: streams, events and signals belong to the current device."""
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_other else nullcontext()

@@ -1,10 +1,10 @@
-"""Ulysses: an all-to-all that trades positions for heads, attention over whole sequences of some heads, and one back.
+"""Ulysses: an all-to-all that exchanges positions for heads, before and after attention.
 
-    (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of all tokens of the group, for this rank's heads
+    (B, n, H, D) of this rank's tokens   ⇄   (B, U · n, H / U, D) of the group's tokens, for this rank's heads
 
-A layout made for it puts the group's shards one after another, so what is gathered is in order: the ring's own shard. Key
-heads that do not divide by U are repeated, but only until they do, so that each rank gets those its query heads use. The
-exchange is one operator, whose backward is the exchange the other way.
+Each rank then computes attention over all tokens of its Ulysses group for some heads. A layout with `ulysses` = U makes the
+gathered rows the ring rank's shard, in order. KV heads that U does not divide are repeated as often as needed, so that each
+rank gets the KV heads of its query heads. The exchange is one operator; its backward is the exchange in the other direction.
 """
 
 from typing import Any
@@ -15,39 +15,49 @@ from torch import Tensor
 
 from ringspan.kernels.runtime.custom_op import operator
 from ringspan.parallel.coordination import arrivals, progress
-from ringspan.parallel.coordination.argument_check import FIRST, check_same_on_all_ranks
-from ringspan.parallel.coordination.process_groups import by_name, timeout_of
+from ringspan.parallel.coordination.argument_check import COMPARED_CALLS, check_same_on_all_ranks
+from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
 
-EXCHANGES = 4 * FIRST  # of q, k, v and out: the first calls are compared here too, before anything is sent
+COMPARED_EXCHANGES = 4 * COMPARED_CALLS  # q, k, v and out: a call has four exchanges
 
 
-def to_heads(x: Tensor, size: int, group: str, among: str) -> Tensor:
-    """This rank's tokens with all heads → all of the group's tokens with this rank's heads. `among`: who compares shapes.
+def to_heads(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
+    """Gather the tokens of a Ulysses group for this rank's heads.
 
-    Too few heads are repeated. How many there were is compared too: once repeated, different ones may look the same.
+    Args:
+        x: (B, n, H, D), this rank's tokens with all heads. Heads are repeated until `size` divides their number.
+        size: Number of ranks in the Ulysses group.
+        group: Name of the Ulysses group.
+        sequence_group: Name of the group of all ranks of the sequence, which compare their arguments.
+
+    Returns:
+        (B, size · n, H' / size, D), where H' is the number of heads after repetition.
     """
-    return exchange_op(repeat_heads(x, size), size, group, among, True, x.shape[2])
+    return exchange_op(repeat_heads(x, size), size, group, sequence_group, True, x.shape[2])
 
 
-def to_tokens(x: Tensor, size: int, group: str, among: str) -> Tensor:
-    """The way back."""
-    return exchange_op(x, size, group, among, False, x.shape[2])
+def to_tokens(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
+    """Undo `to_heads`: (B, size · n, h, D) of this rank's heads to (B, n, size · h, D) of this rank's tokens."""
+    return exchange_op(x, size, group, sequence_group, False, x.shape[2])
 
 
 def repeat_heads(x: Tensor, size: int) -> Tensor:
-    times = next(n for n in range(1, size + 1) if x.shape[2] * n % size == 0)
-    return x if times == 1 else x.repeat_interleave(times, 2)
+    """Repeat each head of (B, n, H, D) as few times as make `size` divide their number."""
+    repeats = next(n for n in range(1, size + 1) if x.shape[2] * n % size == 0)
+    return x if repeats == 1 else x.repeat_interleave(repeats, 2)
 
 
 def check_heads(heads: int, size: int, ranks: int) -> None:
+    """Raise a ValueError if `size` does not divide the number of query heads."""
     if heads % size:
-        fits = [n for n in range(1, heads + 1) if heads % n == ranks % n == 0]
+        possible = [n for n in range(1, heads + 1) if heads % n == ranks % n == 0]
         raise ValueError(
-            f"ulysses={size} does not divide q's {heads} heads: on {ranks} ranks take one of {fits}, the ring takes the rest"
+            f"ulysses={size} does not divide q's {heads} heads: "
+            f"on {ranks} ranks take one of {possible}, the ring takes the rest"
         )
 
 
-def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool, given: int) -> Tensor:
+def _empty_output(x: Tensor, size: int, group: str, sequence_group: str, gather: bool, num_heads: int) -> Tensor:
     batch, rows, heads, width = x.shape
     if gather:
         return x.new_empty((batch, rows * size, heads // size, width))
@@ -55,32 +65,36 @@ def _exchanged(x: Tensor, size: int, group: str, among: str, gather: bool, given
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.rest, ctx.gather, ctx.given = inputs
+    _, *ctx.options, ctx.gather, ctx.num_heads = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return exchange_op(grad, *ctx.rest, not ctx.gather, ctx.given), None, None, None, None, None
+    return exchange_op(grad, *ctx.options, not ctx.gather, ctx.num_heads), None, None, None, None, None
 
 
-@operator("exchange_heads", fake=_exchanged, save=_save, differentiate=_differentiate)
-def exchange_op(x: Tensor, size: int, group: str, among: str, gather: bool, given: int) -> Tensor:
+@operator("exchange_heads", fake=_empty_output, save=_save, differentiate=_differentiate)
+def exchange_op(x: Tensor, size: int, group: str, sequence_group: str, gather: bool, num_heads: int) -> Tensor:
+    """All-to-all of tokens and heads. Ranks compare `num_heads`, the heads before repetition, which can hide a difference."""
     progress.enter("ulysses exchange")
     _, rows, heads, _ = x.shape
-    if gather:  # the rank to send to comes first
-        sent = x.unflatten(2, (size, heads // size)).permute(2, 0, 1, 3, 4).contiguous()
+    if gather:  # the destination rank becomes the first dimension
+        send_buffer = x.unflatten(2, (size, heads // size)).permute(2, 0, 1, 3, 4).contiguous()
     else:
-        sent = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
+        send_buffer = x.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
+    recv_buffer = torch.empty_like(send_buffer)
     check_same_on_all_ranks(
-        among, x.device, lambda: {"what is exchanged": (tuple(x.shape), str(x.dtype), gather), "heads": given}, EXCHANGES
+        sequence_group,
+        x.device,
+        lambda: {"Ulysses input": (tuple(x.shape), str(x.dtype), gather), "heads": num_heads},
+        COMPARED_EXCHANGES,
     )
-    everyone = by_name(group)
-    seconds = timeout_of(everyone, x.device).total_seconds()
-    # On a GPU the host does not wait, so it would be here long before the device is.
-    missing = "all ranks of its group" if x.is_cuda else arrivals.announce_arrival(everyone)
-    progress.wait(lambda: dist.all_to_all_single(received, sent, group=everyone), missing, seconds)
+    process_group = group_by_name(group)
+    timeout_s = timeout_of(process_group, x.device).total_seconds()
+    # On a GPU the host does not wait, so arrival of the host would say nothing about the device.
+    missing = "all ranks of its group" if x.is_cuda else arrivals.announce_arrival(process_group)
+    progress.wait(lambda: dist.all_to_all_single(recv_buffer, send_buffer, group=process_group), missing, timeout_s)
     if x.is_cuda:
-        progress.expect("all ranks of its group", seconds)
+        progress.expect("all ranks of its group", timeout_s)
     if gather:  # (U, B, n, h, D) → (B, U · n, h, D)
-        return received.transpose(0, 1).flatten(1, 2).contiguous()
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()  # (U, B, n, h, D) → (B, n, U · h, D)
+        return recv_buffer.transpose(0, 1).flatten(1, 2).contiguous()
+    return recv_buffer.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()  # (U, B, n, h, D) → (B, n, U · h, D)

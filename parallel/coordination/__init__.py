@@ -1,1 +1,1 @@
-"""Process groups, argument checks across ranks, progress and timeouts. Knows nothing of the ring."""
+"""Coordination of ranks: process groups, argument checks, arrivals, progress and timeouts. Independent of the ring."""

@@ -1,8 +1,8 @@
-"""Ranks compare what they were given before the first hop, because a message of the wrong size hangs or corrupts.
+"""Argument check: ranks compare their arguments before the first hop, because a message of the wrong size hangs or corrupts.
 
-It costs a small collective, so it is done for the first three calls on a group, in the first three steps of a trainer's
-process, and with RINGSPAN_CHECK=1 always. A rank that refuses its own arguments tells the others, which would otherwise wait
-for it.
+The comparison is a small collective. It runs in the first three calls on a group, in the first three training steps of a
+process, and in every call with RINGSPAN_CHECK=1. A rank that rejects its own arguments reports that to its peers, which would
+otherwise wait for it.
 """
 
 import os
@@ -14,63 +14,67 @@ import torch
 import torch.distributed as dist
 
 from ringspan.parallel.coordination import arrivals, progress
-from ringspan.parallel.coordination.process_groups import by_name, timeout_of
+from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
 
-FIRST = 3
-_calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new one may have an old one's name
+COMPARED_CALLS = 3
+_calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new group can have a destroyed one's name
 Description = dict[str, Any]
 
 
-def check_same_on_all_ranks(name: str, device: torch.device, describe: Callable[[], Description], first: int = FIRST) -> None:
-    """A ValueError on every rank if any rank's description differs. It is made only when it is to be compared."""
-    if not _due(name, first):
+def check_same_on_all_ranks(
+    group_name: str, device: torch.device, describe: Callable[[], Description], compared_calls: int = COMPARED_CALLS
+) -> None:
+    """Raise a ValueError on every rank if the description of any rank differs. Calls `describe` only if a comparison is due."""
+    if not _is_due(group_name, compared_calls):
         return
-    mine = describe()
-    ranks, answers = _exchange(name, device, mine, None)
-    given: list[Description] = []
-    for rank, (answer, trouble) in zip(ranks, answers, strict=True):
-        if answer is None:
-            raise ValueError(f"rank {rank} refused its arguments: {trouble}")
-        given.append(answer)
-    differing = [key for key in mine if any(answer[key] != mine[key] for answer in given)]
+    local_description = describe()
+    ranks, answers = _exchange(group_name, device, local_description, None)
+    descriptions: list[Description] = []
+    for rank, (description, rejection) in zip(ranks, answers, strict=True):
+        if description is None:
+            raise ValueError(f"rank {rank} rejected its arguments: {rejection}")
+        descriptions.append(description)
+    differing = [key for key in local_description if any(other[key] != local_description[key] for other in descriptions)]
     if differing:
-        raise ValueError("; ".join(_sentence(key, ranks, [answer[key] for answer in given]) for key in differing))
+        raise ValueError("; ".join(_difference(key, ranks, [other[key] for other in descriptions]) for key in differing))
 
 
-def report_rejection(name: str, device: torch.device, error: ValueError, first: int = FIRST) -> None:
-    """Tells the others why this rank will not call, if they are listening. The caller raises."""
-    if _due(name, first):
-        _exchange(name, device, None, str(error))
+def report_rejection(group_name: str, device: torch.device, error: ValueError, compared_calls: int = COMPARED_CALLS) -> None:
+    """Send this rank's error to its peers if a comparison is due, in which they would wait. The caller raises the error."""
+    if _is_due(group_name, compared_calls):
+        _exchange(group_name, device, None, str(error))
 
 
-def _due(name: str, first: int) -> bool:
-    group = by_name(name)
-    if name not in _calls or _calls[name][0] is not group:
-        _calls[name] = group, Counter()
-    count = _calls[name][1]
-    count[first] += 1  # each kind of call has its own count
+def _is_due(group_name: str, compared_calls: int) -> bool:
+    group = group_by_name(group_name)
+    if group_name not in _calls or _calls[group_name][0] is not group:
+        _calls[group_name] = group, Counter()
+    counts = _calls[group_name][1]
+    counts[compared_calls] += 1  # ring calls and Ulysses exchanges have different limits, and a count each
     steps = progress.steps_done()
-    early = count[first] <= first or (steps is not None and steps < FIRST)
-    return early or os.environ.get("RINGSPAN_CHECK") == "1"
+    is_early = counts[compared_calls] <= compared_calls or (steps is not None and steps < COMPARED_CALLS)
+    return is_early or os.environ.get("RINGSPAN_CHECK") == "1"
 
 
 def _exchange(
-    name: str, device: torch.device, mine: Description | None, trouble: str | None
+    group_name: str, device: torch.device, description: Description | None, rejection: str | None
 ) -> tuple[list[int], list[tuple[Description | None, str | None]]]:
-    group = by_name(name)
+    """All-gather (description, rejection); return the ranks and their answers."""
+    group = group_by_name(group_name)
     answers: list[Any] = [None] * group.size()
     missing = arrivals.announce_arrival(group)
     progress.wait(
-        lambda: dist.all_gather_object(answers, (mine, trouble), group=group),
+        lambda: dist.all_gather_object(answers, (description, rejection), group=group),
         lambda: f"{missing()}, to compare shapes",
         timeout_of(group, device).total_seconds(),
     )
     return dist.get_process_group_ranks(group), answers
 
 
-def _sentence(key: str, ranks: list[int], values: list[Any]) -> str:
-    have: dict[str, list[int]] = {}
+def _difference(key: str, ranks: list[int], values: list[Any]) -> str:
+    """Return "KEY must be the same on every rank, but ranks 0, 2: VALUE, rank 1: VALUE"."""
+    ranks_by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
-        have.setdefault(str(value), []).append(rank)
-    who = ", ".join(f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {value}" for value, r in have.items())
-    return f"{key} must be the same on every rank, but {who}"
+        ranks_by_value.setdefault(str(value), []).append(rank)
+    groups = ", ".join(f"{arrivals.rank_names(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    return f"{key} must be the same on every rank, but {groups}"

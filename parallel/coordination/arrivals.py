@@ -1,7 +1,7 @@
-"""Who has come to a meeting of all ranks. A collective that waits too long does not say for whom; this does.
+"""Arrivals: which ranks have not reached a collective. A collective that times out does not name them.
 
-Each rank writes down the number of the meeting that it has come to, in the job's store, before it waits there. When a wait ends
-with an error, those who have not come are the ones whose number is lower.
+Each rank numbers the collectives of a group. Before it enters one, it writes the number into the job's store. If the collective
+fails, the late ranks are those whose number is lower.
 """
 
 from collections import Counter
@@ -11,30 +11,35 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_meetings: Counter[str] = Counter()  # by the group's name
+_num_collectives: Counter[str] = Counter()  # by group name
 
 
 def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
-    """This rank has come to the group's next meeting. What is returned names, at any time later, those who have not."""
+    """Announce that this rank has reached the group's next collective.
+
+    Returns:
+        A function that names the ranks that have not reached it at the time of its call; all peer ranks if none is late.
+    """
     name = group.group_name
-    _meetings[name] += 1
-    number, me, store = _meetings[name], dist.get_rank(), dist.distributed_c10d._get_default_store()
-    others = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
-    with suppress(RuntimeError):  # the meeting itself will tell of a store that is gone
-        store.set(_key(name, me), str(number))
+    _num_collectives[name] += 1
+    number, local_rank, store = _num_collectives[name], dist.get_rank(), dist.distributed_c10d._get_default_store()
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != local_rank]
+    with suppress(RuntimeError):  # if the store is gone, the collective itself fails
+        store.set(_key(name, local_rank), str(number))
 
     def missing() -> str:
         try:
-            late = [r for r in others if not store.check([_key(name, r)]) or int(store.get(_key(name, r))) < number]
+            late = [r for r in peers if not store.check([_key(name, r)]) or int(store.get(_key(name, r))) < number]
         except RuntimeError:
             late = []
-        return ranks(late or others)
+        return rank_names(late or peers)
 
     return missing
 
 
-def ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+def rank_names(ranks: list[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _key(name: str, rank: int) -> str:

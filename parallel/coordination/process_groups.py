@@ -1,7 +1,7 @@
-"""What the ring needs of a process group besides its name: a second one for gradients, its time limit, who is on which host.
+"""Process groups of a ring: its group, a second one for gradients, their timeout, and whether all ranks are on one host.
 
-dK and dV travel on a communicator of their own, because messages of one communicator wait for each other: a gradient
-queued before the next K/V would put its whole journey between two kernels.
+dK and dV have a communicator of their own, because messages of one communicator run in order. A gradient queued before the next
+K/V would delay the next kernel by its whole transfer.
 """
 
 import os
@@ -12,79 +12,81 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # ops take a group by its name
+from torch.distributed.distributed_c10d import _resolve_process_group  # operators receive a group by its name
 
 from ringspan.parallel.coordination import arrivals, progress
 
 
 class RingGroups(NamedTuple):
-    """A group, and another of the same ranks for gradients."""
+    """The group of a ring, and a second group of the same ranks for gradients."""
 
     group: ProcessGroup
-    gradients: ProcessGroup
-    one_host: bool  # with GPUs that reach each other's memory
-    ranks: list[int]  # in the whole job
-    seconds: float  # the time limit
-    others: str = ""  # "ranks 0, 2, 3": all but this one
+    gradient_group: ProcessGroup
+    one_host: bool  # all ranks are on one host, with GPUs that reach each other's memory
+    ranks: list[int]  # global ranks
+    timeout_s: float
+    peers: str = ""  # names of the peer ranks, such as "ranks 0, 2, 3"
 
 
-# By name, and with the group: after all groups were destroyed, new ones have old names.
-_siblings: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
-_pairs: dict[str, RingGroups] = {}
+# By name, together with the group: once all groups have been destroyed, new groups get the same names.
+_gradient_groups: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
+_ring_groups: dict[str, RingGroups] = {}
 
 
-def by_name(name: str) -> ProcessGroup:
+def group_by_name(name: str) -> ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def register_sibling(group: ProcessGroup, sibling: ProcessGroup) -> None:
-    """Mesh makes both with all ranks present, which every backend can do."""
-    _siblings[group.group_name] = group, sibling
+def register_gradient_group(group: ProcessGroup, gradient_group: ProcessGroup) -> None:
+    """Set the gradient group of a group. A Mesh creates both on all ranks, which every backend supports."""
+    _gradient_groups[group.group_name] = group, gradient_group
 
 
 def ring_groups(group: ProcessGroup, device: torch.device) -> RingGroups:
-    """Both groups, ready for messages between any two ranks. The first call is a collective of the group."""
+    """Return both groups, ready for messages between any two ranks. The first call is a collective of the group."""
     name = group.group_name
-    if name not in _pairs or _pairs[name].group is not group:
-        owner, sibling = _siblings.get(name, (None, None))
-        if owner is not group or sibling is None:
-            sibling = _new_sibling(group, device)
+    if name not in _ring_groups or _ring_groups[name].group is not group:
+        owner, gradient_group = _gradient_groups.get(name, (None, None))
+        if owner is not group or gradient_group is None:
+            gradient_group = _new_gradient_group(group, device)
         hosts: list[str | None] = [None] * group.size()
-        ranks, limit, both = dist.get_process_group_ranks(group), timeout_of(group, device), (group, sibling)
+        ranks, timeout, groups = dist.get_process_group_ranks(group), timeout_of(group, device), (group, gradient_group)
         missing = arrivals.announce_arrival(group)
 
-        def meet() -> None:
-            dist.all_gather_object(hosts, _host(device), group=group)
-            # NCCL makes a communicator in its first collective, where all ranks have to be; later messages are between two.
-            for each in both:
+        def connect() -> None:
+            dist.all_gather_object(hosts, _host_id(device), group=group)
+            # NCCL creates a communicator in its first collective, which needs all ranks; later messages involve two ranks.
+            for each in groups:
                 dist.all_reduce(torch.zeros(1, device=device), group=each)
 
-        progress.wait(meet, lambda: f"{missing()}, to meet for the first time", limit.total_seconds())
-        others = arrivals.ranks([rank for rank in ranks if rank != dist.get_rank()])
-        _pairs[name] = RingGroups(group, sibling, len(set(hosts)) == 1, ranks, limit.total_seconds(), others)
-    return _pairs[name]
+        progress.wait(connect, lambda: f"{missing()}, to connect", timeout.total_seconds())
+        peers = arrivals.rank_names([rank for rank in ranks if rank != dist.get_rank()])
+        _ring_groups[name] = RingGroups(group, gradient_group, len(set(hosts)) == 1, ranks, timeout.total_seconds(), peers)
+    return _ring_groups[name]
 
 
 def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
+    """Return the timeout of a group's backend for a device; 10 minutes if the backend has none."""
     device = group._device_types[0] if device is None else device
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", timedelta(minutes=10))
 
 
-def _new_sibling(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    ranks, limit = dist.get_process_group_ranks(group), timeout_of(group, device)
+def _new_gradient_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=limit)
+        return dist.new_group(ranks, timeout=timeout)
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        # A communicator bound to its device is split off its parent, where ranks outside the group would have to help.
-        return group  # right, only slower: gradients queue with K/V. A Mesh makes the second group beforehand.
-    return dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+        # A communicator bound to its device is split off its parent, which needs ranks outside the group. Sharing one group is
+        # correct but slower: gradients queue with K/V. A Mesh creates the second group in advance.
+        return group
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
-def _host(device: torch.device) -> str:
-    """Where memory can be shared: the machine, by its boot id even where containers share a name, and its processes.
+def _host_id(device: torch.device) -> str:
+    """Return an id that is equal on ranks that can share memory: boot id and PID namespace, since containers share host names.
 
-    A GPU that cannot reach the memory of all others that it sees, or sees no others, is on its own.
+    A rank whose GPU cannot reach the memory of all other visible GPUs, or that sees no other GPU, gets an id of its own.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -92,8 +94,8 @@ def _host(device: torch.device) -> str:
     except OSError:
         host = socket.gethostname()
     if device.type == "cuda":
-        mine = torch.cuda.current_device() if device.index is None else device.index
-        others = [other for other in range(torch.cuda.device_count()) if other != mine]
-        if not others or not all(torch.cuda.can_device_access_peer(mine, other) for other in others):
+        local_gpu = torch.cuda.current_device() if device.index is None else device.index
+        other_gpus = [gpu for gpu in range(torch.cuda.device_count()) if gpu != local_gpu]
+        if not other_gpus or not all(torch.cuda.can_device_access_peer(local_gpu, gpu) for gpu in other_gpus):
             return f"{host}, GPU of process {os.getpid()}"
     return host

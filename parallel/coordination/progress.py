@@ -1,11 +1,11 @@
-"""Where this rank is, so that an error or a watchdog can say it: training step, layer, op, hop.
+"""Progress of this rank, for error messages and watchdogs: training step, layer, operator, hop.
 
-    progress.at(step=12, layer=3)        the trainer says what it knows; the ring says which op and which hop
-    progress.here()                      "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
+    progress.update(step=12, layer=3)    published by the trainer; the ring publishes operator and hop
+    progress.describe()                  "training step 12, layer 3, ring forward (call 88), hop 1 of 3"
 
-On the CPU a wait ends by itself at the group's time limit, and its error is re-raised with these words. On a GPU nobody
-waits on the host: a thread watches an event behind each op and each awaited signal, and prints the words when nothing has moved
-for that long. Then NCCL's own watchdog ends the process; copy engines are watched by nobody else, and the thread ends it.
+On a CPU a wait ends at the group's timeout, and its error is raised again with this text. On a GPU the host does not wait.
+There a thread watches an event after each operator and each awaited signal, and prints the text when nothing has completed for
+that long. NCCL's own watchdog then ends the process. Copy engines have no other watchdog, so the thread itself ends it.
 """
 
 import os
@@ -28,126 +28,148 @@ class _Progress(NamedTuple):
     layer: int | None = None
     op: str = "no op yet"
     calls: int = 0
-    hop: tuple[int, int] | None = None  # which of how many
+    hop: tuple[int, int] | None = None  # number of the hop, number of hops
 
 
-_now = _Progress()
-_first_step: int | None = None  # that this process published
+_current = _Progress()
+_first_step: int | None = None  # the first training step of this process
 
 
-def at(step: int | None = None, layer: int | None = None) -> None:
-    """What the trainer publishes; None leaves a value as it is."""
-    global _now, _first_step
-    _now = _now._replace(step=_now.step if step is None else step, layer=_now.layer if layer is None else layer)
+def update(step: int | None = None, layer: int | None = None) -> None:
+    """Publish the trainer's progress; None leaves a value unchanged."""
+    global _current, _first_step
+    _current = _current._replace(step=_current.step if step is None else step, layer=_current.layer if layer is None else layer)
     if step is not None and (_first_step is None or step < _first_step):
         _first_step = step
 
 
 def enter(op: str) -> None:
-    global _now
-    _now = _now._replace(op=op, calls=_now.calls + 1, hop=None)
+    """Publish that a call of an operator has started."""
+    global _current
+    _current = _current._replace(op=op, calls=_current.calls + 1, hop=None)
 
 
-def hop(index: int, num: int) -> None:
-    global _now
-    _now = _now._replace(hop=(index, num))
+def hop(number: int, count: int) -> None:
+    """Publish the current hop of the operator."""
+    global _current
+    _current = _current._replace(hop=(number, count))
 
 
 def steps_done() -> int | None:
-    """Training steps since this process began, however many there were before it; None without a trainer."""
-    return None if _now.step is None or _first_step is None else _now.step - _first_step
+    """Return the number of training steps that this process has done; None without a trainer."""
+    return None if _current.step is None or _first_step is None else _current.step - _first_step
 
 
-def here(place: _Progress | None = None) -> str:
-    step, layer, op, calls, hop = place or _now
+def describe(progress: _Progress | None = None) -> str:
+    """Return the progress, by default the current one, as text."""
+    step, layer, op, calls, hop = progress or _current
     words = ["" if step is None else f"training step {step}", "" if layer is None else f"layer {layer}"]
     words += [f"{op} (call {calls})", "" if hop is None else "hop {} of {}".format(*hop)]
     return ", ".join(word for word in words if word)
 
 
 class Stalled(RuntimeError):
-    """A peer died or did not answer within the time limit."""
+    """A peer rank has died or has not answered within the timeout."""
 
 
-def waited(what: str, seconds: float, place: _Progress | None = None) -> str:
+def timeout_message(awaited: str, timeout_s: float, progress: _Progress | None = None) -> str:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return f"rank {rank} waited for {what} in {here(place)}; the time limit is {seconds:g} s"
+    return f"rank {rank} waited for {awaited} in {describe(progress)}; the time limit is {timeout_s:g} s"
 
 
-def wait(call: Callable[[], object], what: str | Callable[[], str], seconds: float) -> None:
-    """The call, whose errors say who waited for whom, and where. Who it was may be known only then."""
+def wait(call: Callable[[], object], awaited: str | Callable[[], str], timeout_s: float) -> None:
+    """Run a blocking call and add rank, awaited ranks and progress to its error.
+
+    Args:
+        call: Call that raises a RuntimeError when it fails or times out.
+        awaited: Description of the awaited transfer or ranks, or a function that returns it at the time of the error.
+        timeout_s: Timeout of the call, for the message.
+
+    Raises:
+        Stalled: The call has failed.
+    """
     try:
         call()
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()
-        named = what if isinstance(what, str) else what()
-        raise Stalled(f"{waited(named, seconds)}: {reason[0] if reason else 'no answer'}") from error
+        lines = str(error).strip().splitlines()
+        description = awaited if isinstance(awaited, str) else awaited()
+        raise Stalled(f"{timeout_message(description, timeout_s)}: {lines[0] if lines else 'no answer'}") from error
 
 
-class _Expected(NamedTuple):
+class _ExpectedEvent(NamedTuple):
     event: torch.cuda.Event
-    what: str
-    seconds: float
-    end: bool
-    place: _Progress
+    awaited: str
+    timeout_s: float
+    end: bool  # end the process after the timeout
+    progress: _Progress
 
 
-class _Watch:
-    """Looks once a second whether the oldest event has passed."""
+class _WatchThread:
+    """Checks once a second whether the oldest expected event has completed."""
 
     def __init__(self) -> None:
-        self.expected: deque[_Expected] = deque()
+        self.expected: deque[_ExpectedEvent] = deque()
         self.thread: threading.Thread | None = None
 
-    def expect(self, expected: _Expected) -> None:
+    def expect(self, expected: _ExpectedEvent) -> None:
         self.expected.append(expected)
         if self.thread is None:
             device = torch.cuda.current_device()
-            self.thread = threading.Thread(target=self._look, args=(device,), name="ringspan-progress", daemon=True)
+            self.thread = threading.Thread(target=self._watch, args=(device,), name="ringspan-progress", daemon=True)
             self.thread.start()
 
-    def _look(self, device: int) -> None:
-        torch.cuda.set_device(device)  # a thread begins on GPU 0, and would open a context there
-        still, before = 0.0, time.monotonic()  # for how long nothing has moved; while all processes are paused nothing counts
-        told: torch.cuda.Event | None = None
+    def _watch(self, device: int) -> None:
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0 and would create a context there
+        # Seconds without progress. A longer gap counts as 2 s, so that a pause of the whole process does not count.
+        idle_s, previous = 0.0, time.monotonic()
+        reported: torch.cuda.Event | None = None
         while True:
             time.sleep(1)
             now = time.monotonic()
-            still += min(now - before, 2.0)
-            before = now
+            idle_s += min(now - previous, 2.0)
+            previous = now
             try:
                 while self.expected and self.expected[0].event.query():
                     self.expected.popleft()
-                    still = 0.0
-            except RuntimeError:  # a CUDA error is for the main thread to raise
+                    idle_s = 0.0
+            except RuntimeError:  # a CUDA error, which the main thread raises
                 self.expected.clear()
             if not self.expected:
-                still = 0.0
+                idle_s = 0.0
                 continue
             oldest = self.expected[0]
-            if still > 0.9 * oldest.seconds and told is not oldest.event:  # before others end the process
-                told = oldest.event
+            # Reported before NCCL's watchdog or a peer rank ends the process.
+            if idle_s > 0.9 * oldest.timeout_s and reported is not oldest.event:
+                reported = oldest.event
                 with suppress(Exception):
-                    print(f"ringspan: {waited(oldest.what, oldest.seconds, oldest.place)}", file=sys.stderr, flush=True)
-            if still > oldest.seconds and oldest.end:
-                # The main thread may wait for the device for ever, and no error would reach it there. It may also hold the
-                # lock of what it writes to.
-                last_words = threading.Thread(target=sys.stdout.flush, daemon=True)
+                    message = timeout_message(oldest.awaited, oldest.timeout_s, oldest.progress)
+                    print(f"ringspan: {message}", file=sys.stderr, flush=True)
+            if idle_s > oldest.timeout_s and oldest.end:
+                # The main thread may be blocked in a device synchronisation that no exception interrupts. It may also hold the
+                # lock of stdout, so another thread flushes it, for at most a second.
+                flush = threading.Thread(target=sys.stdout.flush, daemon=True)
                 with suppress(Exception):
-                    last_words.start()
-                    last_words.join(1)
+                    flush.start()
+                    flush.join(1)
                 os._exit(1)
 
 
-_watch = _Watch()
+_watch_thread = _WatchThread()
 
 
-def expect(what: str, seconds: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:
-    """On a GPU: says so if this event, or what the current stream was given, takes too long; may end the process."""
-    global _now
+def expect(awaited: str, timeout_s: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:
+    """Watch an event of this GPU: print a message, and optionally end the process, if it does not complete in time.
+
+    Args:
+        awaited: Description of the awaited transfer or ranks.
+        timeout_s: Seconds without progress after which the message is printed (at 0.9 of them) and the process ends.
+        end: End the process after the timeout.
+        event: Event to watch. The default is one after all work enqueued on the current stream so far.
+    """
+    global _current
     if torch.cuda.is_current_stream_capturing():
-        return  # a graph's events cannot be asked
+        return  # events in a CUDA graph cannot be queried
     if event is None:
-        _now = _now._replace(hop=None)  # the host is through with all of them
+        _current = _current._replace(hop=None)  # the host has enqueued all hops
         event = current_stream(torch.device("cuda", torch.cuda.current_device())).record_event()
-    _watch.expect(_Expected(event, what, seconds, end, _now))
+    _watch_thread.expect(_ExpectedEvent(event, awaited, timeout_s, end, _current))

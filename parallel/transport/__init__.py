@@ -1,1 +1,1 @@
-"""How K/V and gradients move between ranks: point-to-point messages or copy engines, behind one interface (`base`)."""
+"""Transports: how K/V and gradients move between ranks. `base` is the interface; `p2p` and `copy_engine` implement it."""

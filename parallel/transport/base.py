@@ -1,4 +1,15 @@
-"""What every transport can do: offer this rank's K/V, fetch a step's, and take gradients to whose rows they are of."""
+"""Transport: the interface by which a ring moves K/V and gradients, and the loop that prefetches steps.
+
+    transport.publish_kv(k, v)                                        make local K/V available to reader ranks
+    transport.fetch(step, slot, buffer)                               send and receive one step's K/V
+    transport.send_buffer(slot, …), transport.return_gradients(…)     send one step's dK/dV to their owner ranks
+    transport.wait_sends(), transport.abort()                         end of a call
+
+Buffers are double-buffered: `slot` 0 or 1. `prefetched_steps` starts the transfer of step i + 2 once step i has been read:
+
+    receive     K/V 1   K/V 2   K/V 3   …
+    compute     local   step 1  step 2  …
+"""
 
 import functools
 from abc import ABC, abstractmethod
@@ -9,122 +20,132 @@ from torch import Tensor
 
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.plan import Piece, Plan, Step
-from ringspan.parallel.streams import Transfer
-from ringspan.parallel.transport.buffers import Rows, by_rows, in_one_piece, new_rows
+from ringspan.parallel.streams import Wait
+from ringspan.parallel.transport.buffers import Rows, contiguous_rows, new_rows, rows_first
 
 
 class Transport(ABC):
-    """How the blocks of one call move."""
+    """Transfers of one ring call."""
 
-    needs_sms = True  # of a GPU, which transfers then have to wait for behind a kernel that takes all
+    needs_sms = True  # transfers run on SMs, so they wait while a kernel occupies all of them
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.offered: Rows = ()
+        self.published: Rows = ()
 
     def publish_kv(self, k: Tensor, v: Tensor) -> None:
-        """Makes this rank's K/V ready for the others."""
-        self.offered = tuple(in_one_piece(by_rows(x)) for x in (k, v))
+        """Make this rank's K/V, (B, n, Hkv, D) and (B, n, Hkv, Dv), available to reader ranks."""
+        self.published = tuple(contiguous_rows(rows_first(x)) for x in (k, v))
 
     def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
-        """Memory that a step's K/V come into, once these were offered: `which` is 0 or 1, for one step or the next."""
+        """Return the receive buffers of a step's K/V, with `rows` rows. Call it after `publish_kv`, once per slot."""
         return new_rows(rows, k, v)
 
     @abstractmethod
-    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
-        """The K/V of a step come into the one or the other room; this rank's go to those who want them in that step."""
+    def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
+        """Start a step's transfers: receive its K/V into `recv_buffers`, send local rows to this step's reader ranks.
+
+        Every rank calls this for every step, in order. The result waits until the K/V have arrived.
+        """
 
     def wait_sends(self) -> None:
-        """All blocks were: the current stream waits until this rank's K/V, which are the caller's again, have gone out."""
-        self.offered = ()
+        """Make the current stream wait until local K/V have been sent. Call it after the last fetch; K/V may then change."""
+        self.published = ()
 
     def abort(self) -> None:
-        """The call ends with an error, in the middle perhaps."""
-        self.offered = ()
+        """Clean up after an error anywhere in the call."""
+        self.published = ()
 
     @abstractmethod
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
-        """Memory for gradients that go out, shaped as `like` but for its rows. `which` is one and the other of two in
-        turn. When one is asked for again it has been given; the other may still be being written."""
+        """Return the buffer that a kernel writes one step's dK/dV into; shape of `like`, with `rows` rows.
+
+        Two slots alternate. On return the previous contents of `slot` have been sent. The other slot may still be in use by a
+        running kernel.
+        """
 
     @abstractmethod
-    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
-        """Gradients of others' rows go out of `part`; those of mine come into `into`, reader after reader."""
+    def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
+        """Send a step's dK/dV to their owner ranks; receive those of local rows, one piece after another in `Plan.sends`.
+
+        Every rank calls this equally often. The result waits until the gradients of local rows have arrived.
+        """
 
 
 class SingleRankTransport(Transport):
-    """A ring of one rank: nobody takes anything, and nothing comes."""
+    """Transport of a ring with one rank: no transfers."""
 
-    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
+    def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
         return lambda: None
 
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         return like.new_empty((rows, *like.shape[1:]))
 
-    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
+    def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
         return lambda: None
 
 
-def slots(pieces: list[Piece], buffers: Rows) -> list[Rows]:
-    """Each piece's place in buffers that hold them one after another."""
+def split_by_piece(pieces: list[Piece], buffers: Rows) -> list[Rows]:
+    """Return each piece's views of buffers that hold the pieces one after another."""
     if len(pieces) == 1:
         return [buffers]
-    places, row = [], 0
+    views, row = [], 0
     for piece in pieces:
-        places.append(tuple(buffer[row : row + len(piece)] for buffer in buffers))
+        views.append(tuple(buffer[row : row + len(piece)] for buffer in buffers))
         row += len(piece)
-    return places
+    return views
 
 
-moved: Counter[str] = Counter()  # messages that came to this rank: blocks of K/V ("kv"), parts of gradients ("dkv")
+received: Counter[str] = Counter()  # transfers that this rank received: steps of K/V ("kv"), pieces of gradients ("dkv")
 
 
 def prefetched_steps(
     transport: Transport, k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, Step, Tensor, Tensor, Callable[[], None]]]:
-    """Offers this rank's K/V to the others, then each step with its keys and values. What the next two need travels by then.
+    """Publish local K/V, then yield (index, step, keys, values, release) for each step, local block first.
 
-    The last item is to be called once the current stream comes behind all that reads the keys, and before the step after next
-    is asked for, whose keys come to where they are.
+    Two later steps are in flight meanwhile. Call `release` once the current stream waits for all reads of the keys and values,
+    and before requesting the step after next, which overwrites them.
     """
-    own, *others = transport.plan.steps
-    mine = own.pieces[0].rows
-    if not others:
-        yield 0, own, k[:, mine], v[:, mine], lambda: None
+    local_step, *remote_steps = transport.plan.steps
+    local_rows = local_step.pieces[0].rows
+    if not remote_steps:
+        yield 0, local_step, k[:, local_rows], v[:, local_rows], lambda: None
         return
 
     transport.publish_kv(k, v)
-    most = max(step.num_keys for step in others)
-    rooms = [transport.recv_buffer(slot, most, k, v) for slot in range(min(2, len(others)))]
-    on_the_way: deque[tuple[Rows, Transfer]] = deque()
+    max_keys = max(step.num_keys for step in remote_steps)
+    recv_buffers = [transport.recv_buffer(slot, max_keys, k, v) for slot in range(min(2, len(remote_steps)))]
+    in_flight: deque[tuple[Rows, Wait]] = deque()
 
     def fetch(index: int) -> None:
-        if index <= len(others):
+        if index <= len(remote_steps):
             slot = (index - 1) % 2
-            progress.hop(index, len(others))
-            k_rows, v_rows = (recv_buffer[: others[index - 1].num_keys] for recv_buffer in rooms[slot])
-            on_the_way.append(((k_rows, v_rows), transport.fetch(index, slot, (k_rows, v_rows))))
+            progress.hop(index, len(remote_steps))
+            k_rows, v_rows = (buffer[: remote_steps[index - 1].num_keys] for buffer in recv_buffers[slot])
+            in_flight.append(((k_rows, v_rows), transport.fetch(index, slot, (k_rows, v_rows))))
 
     fetch(1)
     fetch(2)
-    yield 0, own, k[:, mine], v[:, mine], lambda: None
-    for index, step in enumerate(others, 1):
-        progress.hop(index, len(others))
-        (k_rows, v_rows), arrived = on_the_way.popleft()
-        arrived()
-        moved["kv"] += bool(step.pieces)
-        # (nothing else than what is still to be fetched holds the rooms: behind the last step they are given back)
-        more = index + 2 <= len(others)
-        yield index, step, by_rows(k_rows), by_rows(v_rows), functools.partial(fetch, index + 2) if more else lambda: None
+    yield 0, local_step, k[:, local_rows], v[:, local_rows], lambda: None
+    for index, step in enumerate(remote_steps, 1):
+        progress.hop(index, len(remote_steps))
+        (k_rows, v_rows), wait_arrival = in_flight.popleft()
+        wait_arrival()
+        received["kv"] += bool(step.pieces)
+        # After the last fetch no closure may keep the receive buffers alive, so that their memory is freed early.
+        has_fetch = index + 2 <= len(remote_steps)
+        release = functools.partial(fetch, index + 2) if has_fetch else lambda: None
+        yield index, step, rows_first(k_rows), rows_first(v_rows), release
     transport.wait_sends()
 
 
-# What a profiler calls it, in small letters. "dtod" is a copy into or out of another GPU's symmetric memory, and one within a
-# GPU too: only inside the ring, which in 16 bits copies for no other reason, is it taken for a transfer.
+# Lower-case substrings of a profiler's event names. "dtod" is a copy to or from another GPU's symmetric memory, but also a copy
+# within one GPU. So it counts as a transfer only inside the ring, which in 16 bits makes no other copies.
 TRANSFERS, WITHIN_RING = ("nccl", "c10d::", "gloo:", "memcpy ptop", "memcpy p2p"), "memcpy dtod"
 
 
 def is_transfer(name: str, in_ring: bool) -> bool:
-    """Whether what bears this name moves something between ranks."""
+    """Whether the profiler event of this name moves data between ranks."""
     name = name.lower()
     return any(word in name for word in TRANSFERS) or (in_ring and WITHIN_RING in name)

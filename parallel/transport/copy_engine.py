@@ -1,18 +1,16 @@
-"""The transport for GPUs of one host: copy engines carry rows between owners' tensors and memory that all ranks show each other.
+"""Copy engine transport: the GPUs' copy engines move rows into and out of symmetric memory. One host only; no SM is used.
 
-No SM works for a transfer, and nothing is copied to send it. A rank shows up to two places for a step's keys and two for
-gradients of keys; whoever owns the rows does both copies. That a place is free, and that all is there, is what signals are for
-(`signals`):
+Each rank has two slots for a step's keys and two for gradients. The owner rank of the rows does both copies, and nothing is
+copied to be sent. Signals (`gpu_signals`) order the copies:
 
-    fetch        where K/V come in         tell: the place is free · the owners have brought theirs
-                 where they go, for each   this reader has a place free · bring it its rows · tell: brought
-    part         all have taken what stood there, which was given earlier
-    give         tell: given · the readers of my rows have given theirs · take them home · tell: taken
+    call              role              stream operations, in order
+    fetch             reader            signal SLOT_FREE to the owners; wait for their KV_WRITTEN
+                      owner, per reader wait for the reader's SLOT_FREE; copy rows into its slot; signal KV_WRITTEN
+    send_buffer       reader            wait for GRADS_READ of all owners of the slot's previous contents
+    return_gradients  every rank        signal GRADS_READY to the owners; wait for GRADS_READY of the readers of its rows;
+                                        copy their gradients; signal GRADS_READ to them
 
-What goes to one reader waits for no other: one that is late holds up nobody else. The second step's place is offered when the
-first step's K/V are there, so the two do not share links. The caller's stream itself waits for the signal of `part` alone,
-which is past but where another rank is a step behind, for the ends of transfers whose rows it uses, and once, behind its last
-kernel, for all that went out. No multicast (multimem) is used anywhere.
+Each reader has its own stream, so a late reader delays no other. No multicast (multimem) is used.
 """
 
 import math
@@ -29,185 +27,205 @@ from torch import Tensor
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import Piece, Plan
-from ringspan.parallel.streams import SideStream, Transfer
-from ringspan.parallel.transport.base import Transport, slots
+from ringspan.parallel.streams import SideStream, Wait
+from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE, GpuSignals
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-REMEMBERED = 1024  # views of shown memory; documents ask for others in every step
+MAX_CACHED_VIEWS = 1024  # views of symmetric memory; with documents every training step needs other ones
 
 
-class Shown:
-    """What the ranks of a group show each other: for each use some memory of every rank."""
+class SymmetricBuffers:
+    """Named buffers in the symmetric memory of a group: one per name and rank, mapped by all ranks. Also their signals."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.signals = GpuSignals(group, device)
-        self.memory: dict[str, tuple[Tensor, Any]] = {}  # mine, and the handle to all
-        self.views: dict[Any, Tensor] = {}  # of it that were asked for: a ring asks for the same in each call
-        # The same on every rank: how many steps' K/V were brought, and how often gradients were given; for each of two places
-        # when they were last given out of it, and to whom.
-        self.brought = self.given = 0
-        self.caller: torch.cuda.Stream | None = None  # whose call was the last
-        self.given_out_of: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
+        self.memory: dict[str, tuple[Tensor, Any]] = {}  # this rank's buffer, and the handle to all ranks' buffers
+        self.views: dict[Any, Tensor] = {}  # cache: a ring needs the same views in each call
+        # Counts of the signals, equal on every rank.
+        self.num_fetches = self.num_returns = 0
+        # Per gradient slot: the count of its last return, and the owner ranks that it went to.
+        self.last_returns: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
+        self.last_caller: torch.cuda.Stream | None = None  # caller's stream of the last call
 
-    def make_room(self, use: str, nbytes: int, device: torch.device) -> None:
-        """As much on every rank, made by all of them together when it has to grow."""
-        if use not in self.memory or self.memory[use][0].numel() < nbytes:
-            settle(device)  # the old one may still be read here; the rendezvous waits until it is nowhere
-            torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all that is left
+    def allocate(self, name: str, nbytes: int, device: torch.device) -> None:
+        """Make the buffer at least `nbytes` large, on every rank. Growing it is a collective of the group."""
+        if name not in self.memory or self.memory[name][0].numel() < nbytes:
+            synchronize(device)  # copies may still read the old buffer; the rendezvous waits until this holds on all ranks
+            torch.cuda.empty_cache()  # symmetric memory is not the caching allocator's, which may hold the rest of the GPU
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-            self.memory[use] = memory, symmetric_memory.rendezvous(memory, self.group)
+            self.memory[name] = memory, symmetric_memory.rendezvous(memory, self.group)
             self.views.clear()
 
-    def rows(self, use: str, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
-        """A rank's rows from the `first` on, of the tensor that begins after `begin` elements."""
-        key = use, rank, first, shape, dtype, begin
+    def view(self, name: str, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """Return rows first … of a rank's buffer, as a tensor that starts at element `offset` of the buffer."""
+        key = name, rank, first, shape, dtype, offset
         if key not in self.views:
-            if len(self.views) >= REMEMBERED:
+            if len(self.views) >= MAX_CACHED_VIEWS:
                 self.views.clear()
-            with torch.inference_mode(False):  # made in it, they could not be written to outside
-                self.views[key] = self.memory[use][1].get_buffer(rank, shape, dtype, begin + first * math.prod(shape[1:]))
+            with torch.inference_mode(False):  # a view made in inference mode could not be written outside of it
+                self.views[key] = self.memory[name][1].get_buffer(rank, shape, dtype, offset + first * math.prod(shape[1:]))
         return self.views[key]
 
 
-_shown: dict[str, Shown] = {}  # by the group's name
-_set_aside: list[Shown] = []  # by calls that ended with an error: others may be at work there still
+_buffers: dict[str, SymmetricBuffers] = {}  # by group name
+_retired: list[SymmetricBuffers] = []  # of calls that ended with an error: other ranks may still access them
 
 
-def shown_by(group: dist.ProcessGroup, device: torch.device) -> Shown:
+def symmetric_buffers(group: dist.ProcessGroup, device: torch.device) -> SymmetricBuffers:
+    """Return the buffers of a group. The first call is a collective of the group."""
     name = group.group_name
-    if name not in _shown or _shown[name].group is not group:  # a new group may have an old one's name
-        _shown[name] = Shown(group, device)  # all ranks are there
-        if _set_aside:
-            settle(device)
-            _set_aside.clear()
-    return _shown[name]
+    if name not in _buffers or _buffers[name].group is not group:  # a new group can have the name of a destroyed one
+        _buffers[name] = SymmetricBuffers(group, device)
+        if _retired:  # all ranks have reached this collective, so none starts another access
+            synchronize(device)
+            _retired.clear()
+    return _buffers[name]
 
 
 class CopyEngineTransport(Transport):
+    """Transport by copy engines.
+
+    A step's SLOT_FREE is signalled after the arrival of the step before, so the two transfers do not share links. The caller's
+    stream waits for three things only: GRADS_READ in `send_buffer`, which has passed unless another rank is a step late; the
+    transfers whose rows it uses; and once, after its last kernel, all sends.
+    """
+
     needs_sms = False
 
-    def __init__(self, pair: RingGroups, plan: Plan, device: torch.device) -> None:
+    def __init__(self, groups: RingGroups, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "a CUDA graph would repeat the counts by which ranks wait for each other: use transport='p2p' in it"
+                "transport='copy' in a CUDA graph: a replay would repeat the counts by which ranks wait for each other; "
+                "use transport='p2p'"
             )
-        self.device, self.rank, self.seconds, self.ranks = device, pair.group.rank(), pair.seconds, pair.ranks
-        self.shown = shown_by(pair.group, device)
-        self.going: dict[int, SideStream] = {}  # to each reader
-        self.gone: dict[int, Transfer] = {}  # what was last
+        self.device, self.rank, self.timeout_s, self.ranks = device, groups.group.rank(), groups.timeout_s, groups.ranks
+        self.buffers = symmetric_buffers(groups.group, device)
+        self.send_streams: dict[int, SideStream] = {}  # by reader rank
+        self.last_sends: dict[int, Wait] = {}  # by reader rank
 
     @cached_property
-    def coming(self) -> SideStream:
-        return SideStream(self.device, "coming")
+    def receive_stream(self) -> SideStream:
+        return SideStream(self.device, "receive")
 
     @cached_property
-    def home(self) -> SideStream:
-        return SideStream(self.device, "home")
+    def gradient_stream(self) -> SideStream:
+        return SideStream(self.device, "gradients")
 
     def publish_kv(self, k: Tensor, v: Tensor) -> None:
         super().publish_kv(k, v)
-        self.shown.caller = self.coming.behind(self.shown.caller)
-        for reader in ranks_of(piece for pieces in self.plan.gives for piece in pieces):
-            self.going[reader] = SideStream(self.device, f"going to {reader}")
-            self.going[reader].follow()
+        self.buffers.last_caller = self.receive_stream.order_caller_after(self.buffers.last_caller)
+        for reader in ranks_of(piece for pieces in self.plan.sends for piece in pieces):
+            self.send_streams[reader] = SideStream(self.device, f"send to {reader}")
+            self.send_streams[reader].wait_for_caller()
 
     def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
-        self.shown.make_room(f"keys {slot}", self.plan.most_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
-        return self._keys(slot, self.rank, 0, rows)
+        self.buffers.allocate(f"kv {slot}", self.plan.max_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
+        return self._kv_views(slot, self.rank, 0, rows)
 
-    def _keys(self, slot: int, rank: int, first: int, rows: int) -> Rows:
-        """Some rows of a rank's place for a step's keys: K's of all rows are there first, then V's."""
-        places, begin = [], 0
-        for x in self.offered:
+    def _kv_views(self, slot: int, rank: int, first: int, rows: int) -> Rows:
+        """Views of some rows of a rank's K/V slot, which holds all rows of K, then all rows of V."""
+        views, offset = [], 0
+        for x in self.published:
             shape = rows, *x.shape[1:]
-            places.append(self.shown.rows(f"keys {slot}", rank, first, shape, x.dtype, begin))
-            begin += self.plan.most_keys * math.prod(x.shape[1:])
-        return tuple(places)
+            views.append(self.buffers.view(f"kv {slot}", rank, first, shape, x.dtype, offset))
+            offset += self.plan.max_keys * math.prod(x.shape[1:])
+        return tuple(views)
 
-    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
-        # the owners of the step's rows bring them to where `into` is, as I bring mine to their readers
-        shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
+    def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
+        # The owner ranks write into this rank's slot, of which `recv_buffers` are views; this rank writes into its readers'.
+        buffers, signals, pieces = self.buffers, self.buffers.signals, self.plan.sends[index]
         owners = ranks_of(self.plan.steps[index].pieces)
-        shown.brought += 1
-        self.coming.follow()  # what the place held is used up
-        with self.coming.run():
-            signals.tell(SLOT_FREE, shown.brought, owners)
+        buffers.num_fetches += 1
+        self.receive_stream.wait_for_caller()  # the kernels that read the slot's previous contents
+        with self.receive_stream.run():
+            signals.signal(SLOT_FREE, buffers.num_fetches, owners)
         for reader in dict.fromkeys(piece.rank for piece in pieces):
-            with self.going[reader].run():
-                signals.wait(SLOT_FREE, shown.brought, (reader,))
+            with self.send_streams[reader].run():
+                signals.wait(SLOT_FREE, buffers.num_fetches, (reader,))
                 for piece in pieces:
                     if piece.rank == reader:
-                        copy(self._keys(slot, reader, piece.at, len(piece)), [x[piece.rows] for x in self.offered])
-                signals.tell(KV_WRITTEN, shown.brought, (reader,))
-            self.gone[reader] = self._watched(self.going[reader], "K/V taken by", {reader}, index)
-        with self.coming.run():
-            signals.wait(KV_WRITTEN, shown.brought, owners)
-        return self._watched(self.coming, "K/V from", {*owners}, index)
+                        targets = self._kv_views(slot, reader, piece.offset, len(piece))
+                        copy(targets, [x[piece.rows] for x in self.published])
+                signals.signal(KV_WRITTEN, buffers.num_fetches, (reader,))
+            self.last_sends[reader] = self._watch(self.send_streams[reader], "K/V taken by", {reader}, index)
+        with self.receive_stream.run():
+            signals.wait(KV_WRITTEN, buffers.num_fetches, owners)
+        return self._watch(self.receive_stream, "K/V from", {*owners}, index)
 
     def wait_sends(self) -> None:
-        for last in self.gone.values():
-            last()
+        for wait in self.last_sends.values():
+            wait()
         super().wait_sends()
 
     def abort(self) -> None:
-        """After an error ranks may have counted differently, and what one of them tells next could pass for what another still
-        waits for. So they begin anew, together: a rank that failed alone waits for the others, and signals nothing."""
+        """Retire the buffers, so that the next call starts with new ones and new counts, on all ranks together.
+
+        After an error the counts of ranks may differ, and a later signal could satisfy an older wait. A rank that failed alone
+        waits for the others in that collective, and signals nothing.
+        """
         super().abort()
-        if _shown.get(self.shown.group.group_name) is self.shown:
-            _set_aside.append(_shown.pop(self.shown.group.group_name))
+        if _buffers.get(self.buffers.group.group_name) is self.buffers:
+            _retired.append(_buffers.pop(self.buffers.group.group_name))
 
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
-        use, shape = f"part {slot}", like.shape[1:]
-        self.shown.make_room(use, self.plan.most_keys * math.prod(shape) * like.itemsize, self.device)
-        self.shown.signals.wait(GRADS_READ, *self.shown.given_out_of[slot])
-        return self.shown.rows(use, self.rank, 0, (rows, *shape), like.dtype)
+        name, shape = f"gradients {slot}", like.shape[1:]
+        self.buffers.allocate(name, self.plan.max_keys * math.prod(shape) * like.itemsize, self.device)
+        self.buffers.signals.wait(GRADS_READ, *self.buffers.last_returns[slot])
+        return self.buffers.view(name, self.rank, 0, (rows, *shape), like.dtype)
 
-    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
-        # nothing is sent: each owner takes its rows out of its readers' parts
-        shown, signals, pieces = self.shown, self.shown.signals, self.plan.gives[index]
+    def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
+        # Owner ranks copy from their readers' send buffers, so this rank copies from those of the readers of its rows.
+        buffers, signals, pieces = self.buffers, self.buffers.signals, self.plan.sends[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
-        places = [place for (place,) in slots(pieces, (into,))]
-        sources = [shown.rows(f"part {slot}", p.rank, p.at, x.shape, x.dtype) for p, x in zip(pieces, places, strict=True)]
-        shown.given += 1
-        shown.given_out_of[slot] = shown.given, owners
-        self.home.follow()
-        with self.home.run():
-            signals.meet(GRADS_READY, shown.given, owners, readers)
-            copy(places, sources)
-            signals.tell(GRADS_READ, shown.given, readers)
-        return self._watched(self.home, "dK/dV from", {*readers}, index)
+        targets = [target for (target,) in split_by_piece(pieces, (recv_buffer,))]
+        sources = [
+            buffers.view(f"gradients {slot}", piece.rank, piece.offset, target.shape, target.dtype)
+            for piece, target in zip(pieces, targets, strict=True)
+        ]
+        buffers.num_returns += 1
+        buffers.last_returns[slot] = buffers.num_returns, owners
+        self.gradient_stream.wait_for_caller()
+        with self.gradient_stream.run():
+            signals.signal_and_wait(GRADS_READY, buffers.num_returns, owners, readers)
+            copy(targets, sources)
+            signals.signal(GRADS_READ, buffers.num_returns, readers)
+        return self._watch(self.gradient_stream, "dK/dV from", {*readers}, index)
 
-    def _watched(self, beside: SideStream, what: str, ranks: set[int], index: int) -> Transfer:
-        """A signal that never comes would hold up whatever the host waits for next, which need not be the end of this call."""
-        event = beside.mark()
+    def _watch(self, stream: SideStream, transfer: str, ranks: set[int], index: int) -> Wait:
+        """Return a wait for the transfer on `stream`, which `progress` watches.
+
+        Watching only the end of the call is not enough: the host may synchronise earlier and would then hang.
+        """
+        event = stream.record()
         if event is not None and ranks:
             names = ", ".join(str(self.ranks[rank]) for rank in sorted(ranks))
             progress.hop(index, len(self.plan.steps) - 1)
-            progress.expect(f"{what} rank {names}", self.seconds, end=True, event=event)
-        return beside.waiting_for(event)
+            progress.expect(f"{transfer} rank {names}", self.timeout_s, end=True, event=event)
+        return stream.wait_for(event)
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:
     return tuple(sorted({piece.rank for piece in pieces}))
 
 
-def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    for place, source in zip(places, sources, strict=True):  # each in one piece of memory, which copy engines take
-        place.copy_(source, non_blocking=True)
+def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy tensors that are contiguous, which makes CUDA use copy engines."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def bytes_shown() -> int:
-    """Symmetric memory of this process, which torch's allocator does not count."""
+def symmetric_bytes() -> int:
+    """Return the bytes of this process's symmetric memory, which torch's allocator does not count."""
     return sum(
         memory.nbytes
-        for shown in [*_shown.values(), *_set_aside]
-        for memory, _ in [*shown.memory.values(), shown.signals.memory]
+        for buffers in [*_buffers.values(), *_retired]
+        for memory, _ in [*buffers.memory.values(), buffers.signals.memory]
     )

@@ -1,11 +1,14 @@
-"""Signals between GPUs of one host: a stream says how far it is, and waits until others are as far.
+"""Signals between the GPUs of one host: stream memory operations that write and wait for counters in symmetric memory.
 
-Both are orders to a stream which the GPU's front end carries out, as it starts kernels and copies. So a wait takes no SM, and
-may stand beside a kernel that has all of them. Signals are numbers that only grow, in memory that all ranks show each other:
-each rank writes its own into the memory of those who wait for it.
+    rank a   signal(KV_WRITTEN, n, (b,))      a's stream writes n into b's memory after its earlier work has finished
+    rank b   wait(KV_WRITTEN, n, (a,))        b's stream continues once the counter is >= n
 
-Whoever waits, waits for what all ranks are told to do earlier in the same program: that cannot end in a circle, also where
-streams share a queue of the device. A wait has no limit of its own: `progress` watches, and ends what has stalled.
+The GPU's front end executes both, as it starts kernels and copies. A wait therefore takes no SM and can be in flight
+concurrently with a kernel that occupies all of them. Counters only grow. Each rank writes its own counter into the memory of
+the ranks that wait for it.
+
+Every wait is for a signal that all ranks enqueue earlier in the same program. So waits cannot form a cycle, even if streams
+share a hardware queue. A wait has no timeout of its own: `progress` watches it and ends a process that has stalled.
 """
 
 import ctypes
@@ -16,61 +19,66 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-# What a signal counts: which of the steps, that all ranks count alike, a rank has …
-SLOT_FREE, KV_WRITTEN, GRADS_READY, GRADS_READ = range(
-    4
-)  # a place free for K/V, brought its own; given gradients, taken those for its rows
-WAIT, WRITE = 1, 2  # the driver's CUstreamBatchMemOpType for 32 bits
-NOT_SUPPORTED = 801  # its CUDA_ERROR_NOT_SUPPORTED
+# Kinds of signals. Each counts fetches or gradient returns, which all ranks number alike.
+SLOT_FREE = 0  # reader to owner: the reader's K/V slot may be overwritten
+KV_WRITTEN = 1  # owner to reader: the owner's rows are in the reader's slot
+GRADS_READY = 2  # reader to owner: gradients of the owner's rows are in the reader's send buffer
+GRADS_READ = 3  # owner to reader: the owner has copied them
+NUM_SIGNALS = 4
+
+WAIT, WRITE = 1, 2  # CUstreamBatchMemOpType of the driver, for 32 bits
+NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED of the driver
 
 
 class GpuSignals:
-    """Those of one group, made by all ranks together."""
+    """Signals of one group. Creating them is a collective of the group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.rank = device, group.rank()
-        _driver()  # an error now, before anybody counts, and not later on one rank
-        size = 4, group.size()
-        memory = symmetric_memory.empty(size, dtype=torch.int32, device=device).zero_()
-        torch.cuda.synchronize(device)  # before others write into it
-        self.memory = memory, symmetric_memory.rendezvous(memory, group)  # kept, as addresses are all that is used of it
-        begins = [self.memory[1].get_buffer(rank, size, torch.int32).data_ptr() for rank in range(group.size())]
-        self.orders: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Any] = {}  # that were given before
-        # where this rank's signals stand in the others' memory, and theirs in its own
-        self.there = [[begin + 4 * (what * len(begins) + self.rank) for begin in begins] for what in range(4)]
-        self.here = [[begins[self.rank] + 4 * (what * len(begins) + rank) for rank in range(len(begins))] for what in range(4)]
+        _driver()  # a missing driver function raises here, on all ranks, before any rank counts
+        shape = NUM_SIGNALS, group.size()
+        counters = symmetric_memory.empty(shape, dtype=torch.int32, device=device).zero_()
+        torch.cuda.synchronize(device)  # before other ranks write into it
+        self.memory = counters, symmetric_memory.rendezvous(counters, group)  # kept alive: only its addresses are used
+        bases = [self.memory[1].get_buffer(rank, shape, torch.int32).data_ptr() for rank in range(group.size())]
+        self.batches: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Any] = {}  # operations of earlier calls, by target
+        # Addresses by kind and rank: of this rank's counters in the memory of others, and of theirs in this rank's memory.
+        size, kinds = len(bases), range(NUM_SIGNALS)
+        self.remote_addresses = [[base + 4 * (kind * size + self.rank) for base in bases] for kind in kinds]
+        self.local_addresses = [[bases[self.rank] + 4 * (kind * size + rank) for rank in range(size)] for kind in kinds]
 
-    def tell(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
-        """These ranks, once all is done that the current stream has been given so far."""
-        self.meet(what, count, ranks, ())
+    def signal(self, kind: int, count: int, ranks: tuple[int, ...]) -> None:
+        """Signal `count` to these ranks, after all work enqueued on the current stream so far."""
+        self.signal_and_wait(kind, count, ranks, ())
 
-    def wait(self, what: int, count: int, ranks: tuple[int, ...]) -> None:
-        """Until these ranks have told as much: what the current stream is given next is done then."""
-        self.meet(what, count, (), ranks)
+    def wait(self, kind: int, count: int, ranks: tuple[int, ...]) -> None:
+        """Make the current stream wait until each of these ranks has signalled at least `count`."""
+        self.signal_and_wait(kind, count, (), ranks)
 
-    def meet(self, what: int, count: int, told: tuple[int, ...], awaited: tuple[int, ...]) -> None:
-        """Tells the ones, then waits for the others, all in one order: the driver takes longer for a call than for what it
-        says."""
-        if not told and not awaited:
+    def signal_and_wait(self, kind: int, count: int, targets: tuple[int, ...], sources: tuple[int, ...]) -> None:
+        """Signal `count` to the targets, then wait for the sources, in one driver call: the call itself is the main cost."""
+        if not targets and not sources:
             return
-        key = what, told, awaited
-        if key not in self.orders:
-            writes = [_Order(operation=WRITE, address=self.there[what][rank]) for rank in told]
-            waits = [_Order(operation=WAIT, address=self.here[what][rank]) for rank in awaited]
-            self.orders[key] = (_Order * (len(told) + len(awaited)))(*writes, *waits)
-        orders = self.orders[key]
-        for order in orders:
-            order.count = count
-        status = _driver()(torch._C._cuda_getCurrentRawStream(self.device.index), len(orders), orders, 0)
+        key = kind, targets, sources
+        if key not in self.batches:
+            writes = [_StreamMemoryOp(operation=WRITE, address=self.remote_addresses[kind][rank]) for rank in targets]
+            waits = [_StreamMemoryOp(operation=WAIT, address=self.local_addresses[kind][rank]) for rank in sources]
+            self.batches[key] = (_StreamMemoryOp * (len(targets) + len(sources)))(*writes, *waits)
+        batch = self.batches[key]
+        for operation in batch:
+            operation.count = count
+        status = _driver()(torch._C._cuda_getCurrentRawStream(self.device.index), len(batch), batch, 0)
         if status != 0:
             remedy = "use transport='p2p', which needs no signals" if status == NOT_SUPPORTED else "perhaps an earlier kernel's"
             raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
 
 
-class _Order(ctypes.Structure):
-    """CUstreamBatchMemOpParams for one number. Flags of 0: a wait until it is at least so large, a write behind a fence: what
-    was written before it, into another GPU's memory too, has arrived. (A flush of remote writes, which is a flag of waits, is
-    for writers without such a fence.)"""
+class _StreamMemoryOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams for one 32-bit number, with flags = 0.
+
+    A wait then ends when the counter is at least `count`. A write comes after a memory fence: earlier writes have arrived, also
+    those into another GPU's memory. The waits' flag that flushes remote writes is for writers without such a fence.
+    """
 
     _fields_ = (
         ("operation", ctypes.c_uint32),
@@ -84,7 +92,7 @@ class _Order(ctypes.Structure):
 
 @functools.cache
 def _driver() -> Any:
-    """cuStreamBatchMemOp of CUDA's driver: (stream, how many, which, flags)."""
+    """Return cuStreamBatchMemOp of the CUDA driver: (stream, number of operations, operations, flags)."""
     call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
     call.argtypes = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return call

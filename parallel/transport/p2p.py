@@ -1,4 +1,4 @@
-"""The transport for any backend: messages between two ranks, one grouped call a step, straight from each owner."""
+"""P2P transport: send/recv between two ranks, for any backend. One grouped call per step, directly from each owner rank."""
 
 from collections import Counter
 
@@ -9,64 +9,68 @@ from torch import Tensor
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import Piece, Plan
-from ringspan.parallel.streams import Transfer
-from ringspan.parallel.transport.base import Transport, slots
+from ringspan.parallel.streams import Wait
+from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
 
 
 class P2PTransport(Transport):
-    def __init__(self, pair: RingGroups, plan: Plan, device: torch.device) -> None:
+    def __init__(self, groups: RingGroups, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
-        self.pair, self.device = pair, device
+        self.groups, self.device = groups, device
 
-    def fetch(self, index: int, slot: int, into: Rows) -> Transfer:
-        gives, takes = self.plan.gives[index], self.plan.steps[index].pieces
-        rows = [tuple(x[piece.rows] for x in self.offered) for piece in gives]
-        return self._exchange(self.pair.group, gives, rows, takes, slots(takes, into), "K/V")
+    def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
+        sends, receives = self.plan.sends[index], self.plan.steps[index].pieces
+        send_rows = [tuple(x[piece.rows] for x in self.published) for piece in sends]
+        return self._exchange(self.groups.group, sends, send_rows, receives, split_by_piece(receives, recv_buffers), "K/V")
 
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         return like.new_empty((rows, *like.shape[1:]))
 
-    def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Transfer:
-        gives, takes = self.plan.steps[index].pieces, self.plan.gives[index]
-        return self._exchange(self.pair.gradients, gives, slots(gives, (part,)), takes, slots(takes, (into,)), "dK/dV")
+    def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
+        sends, receives = self.plan.steps[index].pieces, self.plan.sends[index]
+        send_rows, recv_rows = split_by_piece(sends, (send_buffer,)), split_by_piece(receives, (recv_buffer,))
+        return self._exchange(self.groups.gradient_group, sends, send_rows, receives, recv_rows, "dK/dV")
 
     def _exchange(
         self,
         group: dist.ProcessGroup,
-        gives: list[Piece],
-        given: list[Rows],
-        takes: list[Piece],
-        taken: list[Rows],
+        sends: list[Piece],
+        send_rows: list[Rows],
+        receives: list[Piece],
+        recv_rows: list[Rows],
         name: str,
-    ) -> Transfer:
-        """As `dist.batch_isend_irecv`, whose checks of each message take longer than to post it."""
-        if not gives and not takes:
+    ) -> Wait:
+        """Post one step's messages like dist.batch_isend_irecv, without its checks, which take longer than posting."""
+        if not sends and not receives:
             return lambda: None
-        # what goes out first: where a rank is gone, to post a receipt from it is an error, and the others get what is theirs
-        ways = ((group.send, gives, given, f"{name} to reach rank "), (group.recv, takes, taken, f"{name} from rank "))
-        peers = [f"{way}{self.pair.ranks[piece.rank]}" for _, pieces, _, way in ways for piece in pieces]
-        everyone = ", ".join(dict.fromkeys(peers))
+        # Sends are posted first: posting a receive from a dead rank raises, and the peers must still get their rows.
+        directions = (
+            (group.send, sends, send_rows, f"{name} to reach rank "),
+            (group.recv, receives, recv_rows, f"{name} from rank "),
+        )
+        transfers = [f"{label}{self.groups.ranks[piece.rank]}" for _, pieces, _, label in directions for piece in pieces]
+        all_transfers = ", ".join(dict.fromkeys(transfers))
         works: list[tuple[dist.Work, str]] = []
 
         def post() -> None:
-            grouped = group._get_backend(self.device).supports_coalescing  # NCCL: one call, and one work for all
-            if grouped:
+            is_grouped = group._get_backend(self.device).supports_coalescing  # NCCL: one call and one work for all messages
+            if is_grouped:
                 group._start_coalescing(self.device)
-            for call, pieces, tensors, way in ways:
-                posted: Counter[int] = Counter()  # tags keep the messages of a call apart, their order those of several
-                for piece, rows in zip(pieces, tensors, strict=True):
+            for call, pieces, piece_rows, label in directions:
+                num_posted: Counter[int] = Counter()  # tags tell apart the messages of a call; their order, those of calls
+                for piece, rows in zip(pieces, piece_rows, strict=True):
                     for tensor in rows:
-                        work = call([tensor], piece.rank, posted[piece.rank])
-                        posted[piece.rank] += 1
-                        if not grouped:
-                            works.append((work, f"{way}{self.pair.ranks[piece.rank]}"))
-            if grouped:
-                works.append((group._end_coalescing(self.device), everyone))
+                        work = call([tensor], piece.rank, num_posted[piece.rank])
+                        num_posted[piece.rank] += 1
+                        if not is_grouped:
+                            works.append((work, f"{label}{self.groups.ranks[piece.rank]}"))
+            if is_grouped:
+                works.append((group._end_coalescing(self.device), all_transfers))
 
-        def finish() -> None:
-            for work, what in reversed(works):  # what comes in is missed first
-                progress.wait(work.wait, what, self.pair.seconds)
+        def wait() -> None:
+            for work, transfer in reversed(works):  # receives first: a missing one names the rank that is late
+                progress.wait(work.wait, transfer, self.groups.timeout_s)
 
-        progress.wait(post, everyone, self.pair.seconds)
-        return finish
+        progress.wait(post, all_transfers, self.groups.timeout_s)
+        return wait

@@ -1,20 +1,16 @@
-"""How a block moves: by messages between two ranks, or by copy engines, through memory that ranks show each other.
+"""Choice of transport, and of the number of remote blocks per step and of gradient parts.
 
-The ring tells a transport what its plan says, and the transport knows how:
+    name         transfers                              steps
+    p2p          send/recv between two ranks            one remote block each; one grouped call per step
+    copy         copy engines, symmetric memory         several blocks each where possible (`blocks_per_step`); one host
+    all_gather   as p2p                                 all remote blocks are one step
+    copy_all     as copy                                all remote blocks are one step
 
-    for index, step, k, v, used in travel(transport, k, v): …  each block; the next ones travel while this one is used
-    transport.give(index, …, part, into)                      takes dK/dV of a step's keys to their owners (`homeward`)
+One step instead of P − 1 means one kernel and fewer waits, which helps short shards. Its price is memory for all remote rows,
+and only the local block overlaps the transfers.
 
-- `p2p`: one grouped call a step, straight from each owner.
-- `copy`: each rank shows symmetric memory, and copy engines bring there the rows that are used. One host only. A step takes
-  several blocks where it can (`blocks_per_step`).
-- `all_gather`, `copy_all`: the same two, but all other ranks' rows are one step: one kernel instead of P - 1 and fewer waits
-  for short shards, at the price of memory for all the rows, and of transfers that only the own block hides.
-
-dK and dV do not go round with their block. What a rank computes for others' rows goes straight to their owner, which adds
-it in fp32 beside the next kernel, in an order that never changes. So no kernel waits for a hop, a late rank holds up nobody
-in between, and only rows that somebody saw are sent; the price is one more addition in memory. Steps of many bytes go in
-parts of some KV heads, up to four: three of them are there to go out and two to come in at most, little more than a step.
+dK/dV are sent directly to the owner rank (`gradient_return`), in up to four parts of some KV heads if a step has many bytes.
+At most three parts are in send buffers and two in receive buffers, little more memory than one step.
 """
 
 import functools
@@ -34,88 +30,93 @@ from ringspan.parallel.transport.base import Transport
 from ringspan.parallel.transport.p2p import P2PTransport
 
 TRANSPORTS = ("auto", "p2p", "all_gather", "copy", "copy_all")
-AT_ONCE = ("all_gather", "copy_all")  # one step for all other ranks
-COPIED = ("copy", "copy_all")
-# What `auto` takes: the first whose limit the bytes of a rank's K and V do not pass; None is no limit. The forward's choice
-# and the backward's, which moves three times as much. p2p runs everywhere; another takes its place where results of
-# parallel.bench have it ahead. On one host copy engines are, for a forward and its backward on two GPUs, at 8k and 32k tokens a
-# GPU, with and without GQA (docs/results/ring-2-h100.json).
-AUTO: dict[str, tuple[tuple[int | None, str, str], ...]] = {
+SINGLE_STEP_TRANSPORTS = ("all_gather", "copy_all")  # all remote blocks in one step
+COPY_TRANSPORTS = ("copy", "copy_all")
+# Choices of `auto`: (limit on the bytes of a rank's K and V or None, transport of the forward, of the backward). The first row
+# whose limit is not exceeded counts. The backward moves three times as many bytes. p2p runs everywhere; a faster transport of
+# `ringspan bench ring` replaces it. On one host copy engines are faster: forward and backward on two GPUs, at 8k and 32k tokens
+# per GPU, with and without GQA (docs/results/ring-2-h100.json).
+AUTO_TRANSPORTS: dict[str, tuple[tuple[int | None, str, str], ...]] = {
     "cpu": ((None, "p2p", "p2p"),),
     "one host": ((None, "copy", "copy"),),
     "many hosts": ((None, "p2p", "p2p"),),
-    "AMD": ((None, "p2p", "p2p"),),  # where nobody has tried copy engines
+    "AMD": ((None, "p2p", "p2p"),),  # copy engines are untested there
 }
-# A step's dK/dV above this travel in up to four parts; of shards up to so many rows only above twice as much, as their kernels
-# are so short that more of them are felt.
-PART_BYTES, SHORT = 2**28, 2**15
+# A step's dK/dV of more bytes are sent in up to four parts. For shards of at most SHORT_SHARD rows the limit is twice as high:
+# their kernels are so short that the cost of more kernels shows.
+PART_BYTES, SHORT_SHARD = 2**28, 2**15
 
 
-def choose_transport(name: str, pair: RingGroups, device: torch.device, nbytes: int, backward: bool = False) -> str:
-    """What moves blocks, or a ValueError that says why the named one cannot."""
+def choose_transport(name: str, groups: RingGroups, device: torch.device, nbytes: int, backward: bool = False) -> str:
+    """Return the transport for `name`, which may be "auto"; nbytes are those of a rank's K and V.
+
+    Raises:
+        ValueError: The transport is unknown or cannot run on this device and host.
+    """
     if name not in TRANSPORTS:
         raise ValueError(f"transport={name!r}: choose one of {TRANSPORTS}")
-    place = "cpu" if device.type != "cuda" else "one host" if pair.one_host else "many hosts"
+    place = "cpu" if device.type != "cuda" else "one host" if groups.one_host else "many hosts"
     on_nvidia = place != "cpu" and not torch.version.hip
-    if name in COPIED and not (on_nvidia and pair.one_host):
+    if name in COPY_TRANSPORTS and not (on_nvidia and groups.one_host):
         needs = "needs all ranks on one host, and GPUs that reach each other's memory" if on_nvidia else "needs CUDA"
         raise ValueError(f"transport={name!r} {needs}: use 'p2p', 'all_gather' or 'auto'")
     if name == "auto":
         place = "AMD" if torch.version.hip and place != "cpu" else place
-        name = next(kinds[backward] for limit, *kinds in AUTO[place] if limit is None or nbytes <= limit)
+        choices = AUTO_TRANSPORTS[place]
+        name = next(transports[backward] for limit, *transports in choices if limit is None or nbytes <= limit)
         if os.environ.get("RINGSPAN_LOG") == "1":
-            _say_once("backward" if backward else "forward", nbytes, name, place)
+            _log_once("backward" if backward else "forward", nbytes, name, place)
     return name
 
 
 @functools.cache
-def _say_once(way: str, nbytes: int, name: str, place: str) -> None:
-    print(f"ringspan: the ring's {way} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
+def _log_once(direction: str, nbytes: int, name: str, place: str) -> None:
+    print(f"ringspan: the ring's {direction} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
 def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int, backward: bool) -> tuple[int, ...]:
-    """How many others' blocks each step takes, if dK/dV of one are so many bytes and have so many heads.
+    """Return the number of remote blocks of each step; nbytes and heads are those of one block's dK/dV.
 
-    Each step of `copy` takes twice as many as the one before, whose kernel their transfer is beside: 1, 2, 4, … So there are
-    fewer kernels, of which each has a last wave, and the host has less to give, which is late where blocks are short. In the
-    backward it is the other way round, as gradients go home behind what follows. No more than travel in as many parts as one.
+    Each step of `copy` has twice as many blocks as the step before, whose kernel overlaps their transfer: 1, 2, 4, … This makes
+    fewer kernels, each of which has a last wave, and fewer launches, which delay short blocks. A backward has the reverse
+    order, because gradients are returned during later steps. A step has no more blocks than go in as many parts as one block.
     """
-    others = layout.ranks - 1
-    if transport in AT_ONCE:
-        return (others,)
-    one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)  # for the rows of several blocks
-    if transport not in COPIED or not one_kernel:
-        return (1,) * others
-    most = max(1, PART_BYTES * _parts(nbytes, heads, layout.local_length) // max(1, nbytes))
-    left, blocks = others, list[int]()
-    while left:
-        blocks.append(min(2 ** len(blocks), left, most))
-        left -= blocks[-1]
+    num_blocks = layout.ranks - 1
+    if transport in SINGLE_STEP_TRANSPORTS:
+        return (num_blocks,)
+    # One kernel can then take the rows of several blocks.
+    is_one_kernel = layout.kind == "contiguous" or (layout.kind == "zigzag" and causal)
+    if transport not in COPY_TRANSPORTS or not is_one_kernel:
+        return (1,) * num_blocks
+    max_blocks = max(1, PART_BYTES * _num_parts(nbytes, heads, layout.local_length) // max(1, nbytes))
+    remaining, blocks = num_blocks, list[int]()
+    while remaining:
+        blocks.append(min(2 ** len(blocks), remaining, max_blocks))
+        remaining -= blocks[-1]
     return tuple(reversed(blocks) if backward else blocks)
 
 
-def make_transport(transport: str, pair: RingGroups, plan: Plan, device: torch.device) -> Transport:
-    kind = _copy_engine_class() if transport in COPIED else P2PTransport
-    return kind(pair, plan, device)
+def make_transport(transport: str, groups: RingGroups, plan: Plan, device: torch.device) -> Transport:
+    transport_class = _copy_engine_class() if transport in COPY_TRANSPORTS else P2PTransport
+    return transport_class(groups, plan, device)
 
 
 @functools.cache
 def _copy_engine_class() -> Callable[[RingGroups, Plan, torch.device], Transport]:
-    from ringspan.parallel.transport.copy_engine import CopyEngineTransport  # only there where CUDA is
+    from ringspan.parallel.transport.copy_engine import CopyEngineTransport  # its imports exist only with CUDA
 
     return CopyEngineTransport
 
 
 def num_parts(plan: Plan, k: Tensor, v: Tensor) -> int:
-    """How many parts, of some KV heads each, a step's dK/dV are sent in: more take more kernels, and less memory."""
-    return _parts(bytes_of_gradients(plan.most_keys, k, v), k.shape[2], k.shape[1])
+    """Return how many parts, of some KV heads each, a step's dK/dV are sent in. More parts need more kernels, less memory."""
+    return _num_parts(gradient_bytes(plan.max_keys, k, v), k.shape[2], k.shape[1])
 
 
-def bytes_of_gradients(rows: int, k: Tensor, v: Tensor) -> int:
-    """Of dK/dV of so many rows, as they travel."""
+def gradient_bytes(rows: int, k: Tensor, v: Tensor) -> int:
+    """Return the bytes of dK/dV of `rows` rows in the accumulation dtype, in which they are sent."""
     return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * accumulation_dtype(k.dtype).itemsize
 
 
-def _parts(nbytes: int, heads: int, rows: int) -> int:
-    """`rows` are a shard's."""
-    return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if rows <= SHORT else 1) else 1
+def _num_parts(nbytes: int, heads: int, shard_rows: int) -> int:
+    return math.gcd(heads, 4) if nbytes > PART_BYTES * (2 if shard_rows <= SHORT_SHARD else 1) else 1

@@ -1,4 +1,4 @@
-"""One pool of ranks for each world size, started when a test first asks for it."""
+"""Fixture `pools`: one pool of gloo ranks per world size, started on first use."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.pool import Pool
 
 
-@pytest.fixture(scope="package")  # idle ranks of gloo are not idle: thirty of them take most of a core
+@pytest.fixture(scope="package")  # gloo ranks poll while idle: thirty of them use most of a core
 def pools() -> Iterator[Callable[[int], Pool]]:
     started: dict[int, Pool] = {}
 
@@ -19,3 +19,11 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield pool
     for each in started.values():
         each.close()
+
+
+@pytest.fixture(scope="module")
+def four_checking_ranks() -> Iterator[Pool]:
+    """Ranks that compare their arguments in every call."""
+    pool = Pool(4, timeout=20, environment={"RINGSPAN_CHECK": "1"})
+    yield pool
+    pool.close()

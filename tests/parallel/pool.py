@@ -1,7 +1,7 @@
-"""Ranks that stay up: processes start once for a world size and are fed one function after another.
+"""Pool: rank processes that start once per world size and then run one function after another.
 
-ranks = Pool(4)
-results = ranks(work.compare, case)      # on every rank; raises Failed with the words of the ranks that failed
+pool = Pool(4)
+results = pool(work.compare, case)      # on every rank; raises Failed with the errors of the ranks that failed
 """
 
 import multiprocessing
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A fork server imports torch once for all ranks, and has no threads that a fork would lose.
+# A fork server imports torch once for all ranks, and has no threads, which a fork would not copy.
 context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
     context.set_forkserver_preload(["torch", "tests.parallel.work"])
 
 
 class Failed(AssertionError):
-    """Some ranks raised; `errors` has what each said, None where it did not."""
+    """Some ranks raised; `errors` has the error text of each rank, None where it succeeded."""
 
     def __init__(self, errors: list[str | None]) -> None:
         self.errors = errors
@@ -39,7 +39,7 @@ class Pool:
         backend: str = "gloo",
         timeout: float = 60,
         environment: dict[str, str] | None = None,
-        on_gpus: bool = False,  # one each, or several ranks on one where there are not as many
+        on_gpus: bool = False,  # one GPU per rank; ranks share GPUs if there are fewer
     ) -> None:
         self.size, self.timeout = size, timeout
         self.folder = tempfile.TemporaryDirectory(prefix="ringspan-")
@@ -47,25 +47,26 @@ class Pool:
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            arguments = rank, size, backend, store, timeout, environment or {}, on_gpus, theirs
+            parent_end, child_end = context.Pipe()
+            arguments = rank, size, backend, store, timeout, environment or {}, on_gpus, child_end
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self.connections.append(ours)
+            child_end.close()
+            self.connections.append(parent_end)
             self.processes.append(process)
 
-    def __call__(self, work: Callable[..., Any], *args: Any, patience: float = 120) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *args: Any, patience: float = 120) -> list[Any]:
+        """Run function(*args) on every rank; return the results in rank order."""
         for connection in self.connections:
-            connection.send((work, args))
+            connection.send((function, args))
         answers: dict[Connection, tuple[Any, str | None]] = {}
-        end = time.monotonic() + patience
+        deadline = time.monotonic() + patience
         while len(answers) < self.size:
-            left = [c for c in self.connections if c not in answers]
-            ready = wait(left, max(0, end - time.monotonic()))
+            pending = [c for c in self.connections if c not in answers]
+            ready = wait(pending, max(0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {[self.connections.index(c) for c in left]} did not answer in {patience} s")
+                raise TimeoutError(f"ranks {[self.connections.index(c) for c in pending]} did not answer in {patience} s")
             for connection in ready:
                 try:
                     answers[connection] = connection.recv()  # type: ignore[union-attr, index]
@@ -109,11 +110,11 @@ def _serve(
     )
     while True:
         try:
-            work, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = work(*args), None
+            answer = function(*args), None
         except Exception as error:
             answer = None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         sys.stdout.flush()

@@ -1,12 +1,14 @@
-"""What goes wrong says so: arguments that differ between ranks, ranks that die, ranks that stall."""
+"""Faults: arguments that differ between ranks, ranks that die or stall. Every rank raises an error that names the cause."""
 
 import functools
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringspan import Mask
 from tests.parallel import jobs
@@ -14,16 +16,9 @@ from tests.parallel.pool import Failed, Pool
 
 
 @pytest.fixture(scope="module")
-def checking():
-    """Ranks that compare what they were given in every call."""
+def checking_ranks() -> Iterator[Pool]:
+    """Three ranks that compare their arguments in every call."""
     pool = Pool(3, environment={"RINGSPAN_CHECK": "1"})
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def exchanging():
-    pool = Pool(4, timeout=20, environment={"RINGSPAN_CHECK": "1"})
     yield pool
     pool.close()
 
@@ -35,126 +30,100 @@ def exchanging():
         (dict(dtype=torch.float64), ["dtype must be the same", "rank 1: torch.float64"]),
         (dict(softcap=2.0), ["factors must be the same", "rank 1: {'scale': 0.25, 'softcap': 2.0"]),
         (dict(mask=Mask()), ["mask must be the same", "rank 1: {'left': -1, 'right': -1"]),
-        (dict(mask=Mask(causal=True, documents=[0] * 16)), ["documents"]),
+        (dict(mask=Mask(causal=True, documents=[0] * 16)), ["documents must be the same"]),
         (dict(transport="all_gather"), ["transport must be the same", "rank 1: all_gather"]),
-        (dict(more_rows=1), ["rank 1 refused its arguments: q has 7 tokens"]),
-        (dict(mask=Mask(documents=[0] * 15)), ["rank 1 refused its arguments", "natural order"]),
+        (dict(more_rows=1), ["rank 1 rejected its arguments: q has 7 tokens"]),
+        (dict(mask=Mask(documents=[0] * 15)), ["rank 1 rejected its arguments", "natural order"]),
     ],
 )
-def test_ranks_that_differ_are_told_who_has_what(changes: dict, words: list[str], checking: Pool) -> None:
+def test_different_arguments_are_reported_by_rank(changes: dict, words: list[str], checking_ranks: Pool) -> None:
     with pytest.raises(Failed) as failed:
-        checking(functools.partial(jobs.attend, odd=1, **changes), patience=30)
+        checking_ranks(functools.partial(jobs.call_ring, changed_rank=1, **changes), patience=30)
     for rank, error in enumerate(failed.value.errors):
         assert error and error.startswith("ValueError")
-        for word in words if rank != 1 or "refused" not in words[0] else []:
+        for word in words if rank != 1 or "rejected" not in words[0] else []:
             assert word in error, error
-    checking(jobs.attend)  # and the next call is as good as ever
+    checking_ranks(jobs.call_ring)  # the next call works
 
 
-def test_seeds_that_differ_are_found(checking: Pool) -> None:
-    checking(functools.partial(jobs.attend, dropout=0.5, seed=4))
+def test_different_seeds_are_reported(checking_ranks: Pool) -> None:
+    checking_ranks(functools.partial(jobs.call_ring, dropout=0.5, seed=4))
     with pytest.raises(Failed, match="seed must be the same on every rank, but ranks 0, 2: 1, rank 1: 2"):
-        checking(_Seeds())
+        checking_ranks(_CallWithDifferentSeeds())
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(rows=3), "rank 1 refused its arguments: q has 3 tokens"),
-        (dict(heads=8), "what is exchanged must be the same on every rank, but ranks 0, 2, 3: ((1, 4, 4, 16)"),
-        (dict(heads=3), "rank 1 refused its arguments: ulysses="),
-        (dict(kv_heads=2), "must be the same on every rank, but ranks 0, 2, 3:"),
-        (dict(transport="pigeon"), "rank 1 refused its arguments: transport='pigeon'"),
-        (dict(layout="zigzag"), "rank 1 refused its arguments: layout must be"),
-        (dict(softcap=1.0), "factors must be the same on every rank, but ranks 0, 2, 3: {'scale': 0.25, 'softcap': 0.0"),
-    ],
-)
-@pytest.mark.parametrize("ring, ulysses", [(2, 2), (1, 4)])
-def test_ulysses_ranks_that_differ(ring: int, ulysses: int, changes: dict, words: str, exchanging: Pool) -> None:
-    """All ranks of the sequence are told, those of other Ulysses groups too."""
-    with pytest.raises(Failed) as failed:
-        exchanging(functools.partial(jobs.attend_together, ring, ulysses, 1, **changes), patience=60)
-    for rank in (0, 2, 3):
-        assert words in failed.value.errors[rank], failed.value
-    exchanging(functools.partial(jobs.attend_together, ring, ulysses, None))
+class _CallWithDifferentSeeds:
+    def __call__(self) -> None:
+        jobs.call_ring(dropout=0.5, seed=2 if dist.get_rank() == 1 else 1)
 
 
 @pytest.mark.parametrize("ring, ulysses", [(4, 1), (2, 2)])
 @pytest.mark.parametrize(
     "changes", [dict(transport="pigeon"), dict(layout="zigzag"), dict(layout=None), dict(deterministic=1)], ids=str
 )
-def test_what_one_rank_refuses_the_others_hear_of(ring: int, ulysses: int, changes: dict, exchanging: Pool) -> None:
-    begun = time.monotonic()
+def test_a_rejection_is_reported_to_peers_at_once(ring: int, ulysses: int, changes: dict, four_checking_ranks: Pool) -> None:
+    start = time.monotonic()
     with pytest.raises(Failed) as failed:
-        exchanging(functools.partial(jobs.attend_together, ring, ulysses, 1, **changes), patience=60)
-    assert time.monotonic() - begun < 10, "nobody waits for the time limit"
+        four_checking_ranks(functools.partial(jobs.call_context, ring, ulysses, 1, **changes), patience=60)
+    assert time.monotonic() - start < 10, "peers must not wait for the timeout of 20 s"
     assert failed.value.errors[1] and next(iter(changes)) in failed.value.errors[1]
     for rank in (0, 2, 3):
-        assert "rank 1 refused its arguments" in (failed.value.errors[rank] or ""), failed.value
-
-
-class _Seeds:
-    def __call__(self) -> None:
-        import torch.distributed as dist
-
-        jobs.attend(dropout=0.5, seed=2 if dist.get_rank() == 1 else 1)
+        assert "rank 1 rejected its arguments" in (failed.value.errors[rank] or ""), failed.value
 
 
 def test_only_the_first_calls_are_compared() -> None:
     pool = Pool(2)
     try:
-        assert pool(jobs.comparisons, 5, None) == [3, 3]
-        assert pool(jobs.comparisons, 2, 3) == [2, 2]  # in the trainer's first three steps, as often as there are layers
-        assert pool(jobs.comparisons, 2, 4) == [0, 0]
-        assert pool(jobs.comparisons, 2, 502, 501) == [2, 2]  # and in the first three after a resume
-        assert pool(jobs.comparisons, 2, 504, 501) == [0, 0]
+        assert pool(jobs.count_comparisons, 5, None) == [3, 3]
+        assert pool(jobs.count_comparisons, 2, 3) == [2, 2]  # in the trainer's first three steps, once per layer
+        assert pool(jobs.count_comparisons, 2, 4) == [0, 0]
+        assert pool(jobs.count_comparisons, 2, 502, 501) == [2, 2]  # and in the first three steps after a resume
+        assert pool(jobs.count_comparisons, 2, 504, 501) == [0, 0]
     finally:
         pool.close()
 
 
 @pytest.mark.parametrize(
-    "does, calls, late",
+    "fault, calls, late_rank",
     [("dies", 1, None), ("stalls", 1, None), ("dies", 4, None), ("dies", 4, 0), ("dies", 4, 2), ("stalls", 4, None)],
     ids=str,
 )
-def test_a_rank_that_is_gone_is_named(does: str, calls: int, late: int | None) -> None:
-    """The others end within the time limit, and say which rank, op and step, whether it dies or sleeps; also where one of them
-    comes late, when the dead rank's connections are known to be gone."""
-    limit = 2
-    pool = Pool(3, timeout=limit)
-    begun = time.monotonic()
+def test_a_missing_rank_is_named(fault: str, calls: int, late_rank: int | None) -> None:
+    """The other ranks end within the timeout and name rank, op and step, whether the rank dies or stalls.
+
+    Also if one of them is late, when the connections of the dead rank have already been closed.
+    """
+    timeout = 2
+    pool = Pool(3, timeout=timeout)
+    start = time.monotonic()
     try:
         with pytest.raises((Failed, TimeoutError)) as failed:
-            pool(_Gone(1, does, calls, late), patience=60)
+            pool(_CallWithFault(1, fault, calls, late_rank), patience=60)
     finally:
         pool.close()
-    assert time.monotonic() - begun < 45
-    if does == "dies":
+    assert time.monotonic() - start < 45
+    if fault == "dies":
         assert failed.value.errors[1] == "it died"
     for rank in (0, 2):
         error = failed.value.errors[rank]
         assert error and f"rank {rank} waited for" in error, error
         assert "training step 7, layer 3, ring forward" in error
-        assert int(error.partition("after ")[2].partition(" s")[0]) <= limit + 3
+        assert int(error.partition("after ")[2].partition(" s")[0]) <= timeout + 3
         if calls == 1:
             assert "waited for rank 1, to compare shapes" in error, error
-        else:  # a rank that dies in a hop takes the connections of others with it
+        else:  # a rank that dies in a hop closes connections that other ranks use
             assert "hop 1 of 2" in error and ("K/V from rank 1" in error or "K/V to reach rank 1" in error), error
 
 
-@pytest.mark.parametrize("ring, ulysses", [(1, 3), (1, 4), (2, 2)])
-def test_a_rank_that_stalls_before_an_exchange_is_named(ring: int, ulysses: int) -> None:
-    pool = Pool(ring * ulysses, timeout=2)
-    try:
-        with pytest.raises(Failed) as failed:
-            pool(jobs.stall_before_exchange, ring, ulysses, 1, patience=60)
-    finally:
-        pool.close()
-    told = [error for error in failed.value.errors if error and "waited for rank 1 in ulysses exchange" in error]
-    assert len(told) == (ulysses - 1), failed.value
+class _CallWithFault:
+    def __init__(self, *args) -> None:
+        self.args = args
+
+    def __call__(self) -> None:
+        jobs.call_ring_with_fault(*self.args)
 
 
-def test_a_rank_that_stalls_between_forward_and_backward() -> None:
+def test_a_rank_that_stalls_before_the_backward_is_named() -> None:
     pool = Pool(3, timeout=2)
     try:
         with pytest.raises(Failed) as failed:
@@ -166,26 +135,18 @@ def test_a_rank_that_stalls_between_forward_and_backward() -> None:
         assert error and f"rank {rank} waited for" in error and "ring backward (call" in error and "rank 1" in error, error
 
 
-def test_a_device_that_stands_still() -> None:
-    words = "rank 0 waited for ranks 1, 2 in training step 7, ring backward (call 1); the time limit is 1 s"
+def test_a_stuck_gpu_is_reported_and_ends_the_process() -> None:
+    message = "rank 0 waited for ranks 1, 2 in training step 7, ring backward (call 1); the time limit is 1 s"
     cases = [
-        (["stands", "end"], 1, [words]),
-        (["stands"], 0, [words]),  # NCCL's watchdog ends the process
-        (["moves", "end"], 0, []),
-        (["is slow", "end"], 0, []),  # each passes in time
-        (["fails", "end"], 0, []),  # which the main thread hears of
+        (["is stuck", "end"], 1, [message]),
+        (["is stuck"], 0, [message]),  # NCCL's watchdog would end the process
+        (["progresses", "end"], 0, []),
+        (["is slow", "end"], 0, []),  # each event completes in time
+        (["fails", "end"], 0, []),  # the main thread gets the error
     ]
     command, pipe = [sys.executable, "-m", "tests.parallel.watched"], subprocess.PIPE
-    started = [subprocess.Popen([*command, *given], stdout=pipe, stderr=pipe, text=True) for given, _, _ in cases]
-    for process, (given, code, expected) in zip(started, cases, strict=True):
-        out, said = process.communicate(timeout=60)
-        assert process.returncode == code and out == "in a buffer", (given, said)
-        assert [line for line in said.splitlines() if "ringspan: " in line] == [f"ringspan: {text}" for text in expected]
-
-
-class _Gone:
-    def __init__(self, *args) -> None:
-        self.args = args
-
-    def __call__(self) -> None:
-        jobs.attend_and(*self.args)
+    processes = [subprocess.Popen([*command, *args], stdout=pipe, stderr=pipe, text=True) for args, _, _ in cases]
+    for process, (args, code, expected) in zip(processes, cases, strict=True):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code and out == "in a buffer", (args, err)
+        assert [line for line in err.splitlines() if "ringspan: " in line] == [f"ringspan: {text}" for text in expected]

@@ -1,8 +1,8 @@
-"""The ring on GPUs over NCCL and over copy engines, on 2 and 4 of one host: what gloo cannot show.
+"""The ring on 2 and 4 GPUs of one host, over NCCL and over copy engines.
 
-pytest tests/parallel            # on a host with 4 GPUs this is the whole check; fewer GPUs skip what needs more
+pytest tests/parallel            # a host with 4 GPUs runs all tests; with fewer GPUs some are skipped
 
-Copy engines need no NCCL, which wants a GPU for each rank: where there are too few, ranks share them in short tests of these.
+NCCL needs a GPU per rank. Copy engines do not: with too few GPUs, ranks share them in short tests of copy engines.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 
 from ringspan.parallel import ring
 from ringspan.parallel.bench.baselines import Setting
-from ringspan.parallel.transport.select import COPIED
+from ringspan.parallel.transport.select import COPY_TRANSPORTS
 from tests.parallel import jobs, work
 from tests.parallel.pool import Failed, Pool
 from tests.parallel.work import RingCase
@@ -28,7 +28,7 @@ DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2]
 BF16 = RingCase(
     "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
 )
-FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32, long=ring.LONG)
+FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32, split_heads_above=ring.SPLIT_HEADS_ABOVE)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     started: dict[int, Pool] = {}
 
     def pool(size: int, transport: str = "") -> Pool:
-        """With a transport ranks may share GPUs, if it can."""
-        few = torch.cuda.device_count() < size
-        if few and (transport not in COPIED or torch.cuda.device_count() == 1):  # a GPU alone sees nobody's memory
-            pytest.skip(f"needs {size} GPUs, here are {torch.cuda.device_count()}")
+        """With too few GPUs, ranks share them if the transport is one of copy engines."""
+        is_shared = torch.cuda.device_count() < size
+        if is_shared and (transport not in COPY_TRANSPORTS or torch.cuda.device_count() == 1):  # one GPU has no peer memory
+            pytest.skip(f"needs {size} GPUs, this host has {torch.cuda.device_count()}")
         if size not in started:
-            allowed = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if few else {}
-            started[size] = Pool(size, "gloo" if few else "nccl", 120, allowed, on_gpus=True)
+            environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if is_shared else {}
+            started[size] = Pool(size, "gloo" if is_shared else "nccl", 120, environment, on_gpus=True)
         return started[size]
 
     yield pool
@@ -68,14 +68,14 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     ],
     ids=lambda case: case.name,
 )
-def test_bf16_loses_nothing(case: RingCase, transport: str, ring: int, ulysses: int, gpus) -> None:
-    """RMS error of out, dq, dk, dv ≤ 1.05 × the single GPU's (DESIGN: the ring rule)."""
+def test_bf16_is_as_accurate_as_one_gpu(case: RingCase, transport: str, ring: int, ulysses: int, gpus) -> None:
+    """RMS error of out, dq, dk, dv ≤ 1.05 × that of one GPU."""
     if case.kind == "striped" and ulysses > 1:
         pytest.skip("striped has no Ulysses")
     case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
-    for found in gpus(ring * ulysses, transport)(jobs.rms_against_one, case, patience=600):
-        for name, (many, one) in found.items():
-            assert 0 < many <= 1.05 * one, f"{name}: {many:.3e}, single GPU {one:.3e}"
+    for errors in gpus(ring * ulysses, transport)(jobs.rms_errors, case, patience=600):
+        for name, (ring_error, single_error) in errors.items():
+            assert 0 < ring_error <= 1.05 * single_error, f"{name}: {ring_error:.3e}, one GPU {single_error:.3e}"
 
 
 @pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (2, 2)])
@@ -84,7 +84,7 @@ def test_bf16_loses_nothing(case: RingCase, transport: str, ring: int, ulysses: 
     "case",
     [
         replace(FP32, name="dropout", options=dict(dropout=0.3, seed=2**40 + 1)),
-        replace(FP32, name="everything", options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2),
+        replace(FP32, name="all-options", options=dict(dropout=0.2, seed=3, softcap=20.0), sinks=True, batch=2),
         replace(FP32, name="mqa", heads=(8, 1), mask=dict(causal=True, window=200)),
         replace(FP32, name="prefix", mask=dict(causal=True, prefix=400)),
         replace(FP32, name="short", length=3),
@@ -92,9 +92,9 @@ def test_bf16_loses_nothing(case: RingCase, transport: str, ring: int, ulysses: 
     ids=lambda case: case.name,
 )
 def test_equals_a_single_gpu(case: RingCase, transport: str, ring: int, ulysses: int, gpus) -> None:
-    """In fp32 a different dropout pattern, or one row in the wrong place, would be a difference of about 1."""
+    """In fp32 another dropout pattern, or one misplaced row, would make a difference of about 1."""
     case = replace(case, ring=ring, ulysses=ulysses, transport=transport)
-    for errors in gpus(ring * ulysses, transport)(jobs.gpu_compare, case, patience=600):
+    for errors in gpus(ring * ulysses, transport)(jobs.compare_relative, case, patience=600):
         assert max(errors.values()) <= 5e-5, errors
 
 
@@ -102,59 +102,61 @@ def test_equals_a_single_gpu(case: RingCase, transport: str, ring: int, ulysses:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_five_runs_are_bit_equal(transport: str, ranks: int, gpus) -> None:
     case = replace(BF16, ring=ranks, transport=transport, options=dict(deterministic=True))
-    assert gpus(ranks, transport)(jobs.bit_equal, case, patience=600) == [True] * ranks
+    assert gpus(ranks, transport)(jobs.five_runs_are_bit_equal, case, patience=600) == [True] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case, allowed", [(FP32, 1e-4), (BF16, 0.05)], ids=["fp32", "bf16"])
-def test_two_backwards_in_a_row(case: RingCase, allowed: float, transport: str, ranks: int, gpus) -> None:
-    for errors in gpus(ranks, transport)(jobs.two_backwards, replace(case, ring=ranks, transport=transport), patience=600):
+def test_interleaved_backwards_use_their_own_buffers(case: RingCase, allowed: float, transport: str, ranks: int, gpus) -> None:
+    for errors in gpus(ranks, transport)(
+        jobs.compare_interleaved_backwards, replace(case, ring=ranks, transport=transport), patience=600
+    ):
         assert max(errors.values()) <= allowed, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_compiles_as_one_graph(ranks: int, gpus) -> None:
-    for errors in gpus(ranks)(jobs.compiled, replace(BF16, ring=ranks, transport="p2p"), patience=600):
+    for errors in gpus(ranks)(jobs.compare_compiled, replace(BF16, ring=ranks, transport="p2p"), patience=600):
         assert max(errors.values()) <= 0.05, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_peak_memory(transport: str, ranks: int, gpus) -> None:
-    for found, promised in gpus(ranks)(functools.partial(jobs.peak_memory, 131072, transport), patience=600):
-        for name in found:
-            assert found[name] <= promised[name] + 64 * 2**20, (found, promised)
+    for peaks, promised in gpus(ranks)(functools.partial(jobs.peak_memory, 131072, transport), patience=600):
+        for name in peaks:
+            assert peaks[name] <= promised[name] + 64 * 2**20, (peaks, promised)
 
 
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_a_stalled_rank_ends_the_others(transport: str) -> None:
-    """Within the time limit, by an error or by the end of the process; nothing hangs."""
+    """Within the timeout, by an error or by the end of the process."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     pool = Pool(2, "nccl", timeout=8, on_gpus=True)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         with pytest.raises(Failed) as failed:
             pool(functools.partial(jobs.stall_on_gpu, transport), patience=120)
     finally:
         pool.close()
     assert failed.value.errors[0] is not None
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_documents_that_are_given_on_the_gpu(ranks: int, gpus) -> None:
-    """They mask all the same; only the plan cannot use them."""
+def test_documents_on_the_gpu(ranks: int, gpus) -> None:
+    """Kernels use them for masking; only the plan cannot."""
     case = replace(FP32, ring=ranks, mask=dict(causal=True, documents=[0] * 300 + [1] * 737))
     for errors in gpus(ranks)(work.compare_on_device, case, patience=600):
         assert max(errors.values()) <= 1e-4, errors
 
 
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
-def test_transfers_run_beside_kernels(transport: str, tmp_path: Path, gpus) -> None:
+def test_transfers_overlap_kernels(transport: str, tmp_path: Path, gpus) -> None:
     pytest.importorskip("matplotlib")
-    where = str(tmp_path / "ring.png")
-    for counts, hidden in gpus(2)(jobs.traced, where, Setting(16384, 16, 16, 128), f"ring-zigzag-{transport}", "cuda"):
-        assert all(its["compute"] and its["transfer"] for its in counts)
-        assert hidden >= 0.5, f"{hidden:.0%} of the time of transfers is beside a kernel"
+    path = str(tmp_path / "ring.png")
+    for counts, overlap in gpus(2)(jobs.trace_ring, path, Setting(16384, 16, 16, 128), f"ring-zigzag-{transport}", "cuda"):
+        assert all(kinds["compute"] and kinds["transfer"] for kinds in counts)
+        assert overlap >= 0.5, f"{overlap:.0%} of the transfer time overlaps a kernel"

@@ -1,4 +1,4 @@
-"""What the ranks of a pool are told to do. Every function runs on every rank."""
+"""Ring cases and their comparison with one device. Every function runs on every rank of a pool."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from ringspan.parallel.transport import select
 
 @dataclass(frozen=True)
 class RingCase:
-    """A sequence, what is asked of it, and how ranks share it."""
+    """One attention problem, and how ranks share it."""
 
     name: str
     kind: str = "zigzag"
@@ -35,112 +35,113 @@ class RingCase:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
-    long: int = 0  # above how many rows and steps a forward may give kernels two at a time
+    split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
     device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.name}-{self.kind}-{self.length}-{self.ring}x{self.ulysses}-{self.transport}"
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """What no argument says."""
-        with patch.object(select, "PART_BYTES", self.part_bytes), patch.object(ring, "LONG", self.long):
+    def patched_constants(self) -> Iterator[None]:
+        """Set the limits that are module constants."""
+        limit = patch.object(ring, "SPLIT_HEADS_ABOVE", self.split_heads_above)
+        with patch.object(select, "PART_BYTES", self.part_bytes), limit:
             yield
 
 
 @cache
-def mesh(ring: int, ulysses: int = 1, data: int = 1) -> Mesh:
+def make_mesh(ring: int, ulysses: int = 1, data: int = 1) -> Mesh:
     return Mesh(data=data, ring=ring, ulysses=ulysses)
 
 
-def make_mask(given: dict[str, Any], device: str = "cpu") -> Mask:
-    tensors = {name: torch.tensor(x, device=device) for name, x in given.items() if isinstance(x, list)}
-    return Mask(**given | tensors)
+def make_mask(arguments: dict[str, Any], device: str = "cpu") -> Mask:
+    tensors = {name: torch.tensor(x, device=device) for name, x in arguments.items() if isinstance(x, list)}
+    return Mask(**arguments | tensors)
 
 
-def inputs(case: RingCase, seed: int = 0) -> dict[str, Tensor]:
-    """The whole sequence, alike on every rank."""
+def make_inputs(case: RingCase, seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs of the whole sequence, equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     (heads, kv_heads), (width, v_width) = case.heads, case.widths
     sizes = {"q": (heads, width), "k": (kv_heads, width), "v": (kv_heads, v_width), "dout": (heads, v_width)}
-    made = {
+    inputs = {
         name: torch.randn(case.batch, case.length, *size, dtype=torch.float64, generator=generator).to(case.dtype)
         for name, size in sizes.items()
     }
-    stats = torch.float64 if case.dtype == torch.float64 else torch.float32
-    made["dlse"] = torch.randn(case.batch, heads, case.length, dtype=stats, generator=generator)
+    stats_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    inputs["dlse"] = torch.randn(case.batch, heads, case.length, dtype=stats_dtype, generator=generator)
     if case.sinks:
-        made["sinks"] = torch.randn(heads, dtype=stats, generator=generator)
-    return {name: x.to(case.device) for name, x in made.items()}
+        inputs["sinks"] = torch.randn(heads, dtype=stats_dtype, generator=generator)
+    return {name: x.to(case.device) for name, x in inputs.items()}
 
 
-def single(case: RingCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """out, lse and all gradients on one device."""
-    leaves = {name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
+def run_single(case: RingCase, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """out, lse and all gradients of `attention` on one device."""
+    leaves = {name: inputs[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks") if name in inputs}
     q, k, v = (leaves[name] for name in "qkv")
-    extra = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend)
-    out, lse = attention(q, k, v, make_mask(case.mask), **extra, **case.options)
-    grads = torch.autograd.grad([out, lse], list(leaves.values()), [given["dout"], given["dlse"]])
+    options = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend)
+    out, lse = attention(q, k, v, make_mask(case.mask), **options, **case.options)
+    grads = torch.autograd.grad([out, lse], list(leaves.values()), [inputs["dout"], inputs["dlse"]])
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def shared(case: RingCase, given: dict[str, Tensor], mask_on: str = "cpu") -> dict[str, Tensor]:
-    """The same from this rank's shards; its own part of the sinks' gradient is summed over the ranks."""
-    here = mesh(case.ring, case.ulysses)
-    layout, rank = here.layout(case.kind, case.length), here.context_rank
-    poison = float("nan")  # in rows of padding, which nothing may read
-    mine = {name: layout.shard(given[name], 1, rank, fill=poison) for name in ("q", "k", "v", "dout")}
-    dlse = layout.shard(given["dlse"], 2, rank, fill=poison)
-    leaves = {name: mine[name].requires_grad_() for name in "qkv"}
-    if "sinks" in given:
-        leaves["sinks"] = given["sinks"].clone().requires_grad_()
+def run_shards(case: RingCase, inputs: dict[str, Tensor], mask_device: str = "cpu") -> dict[str, Tensor]:
+    """The same of `context_attention` for this rank's shards; the sinks' gradient is summed over the ranks."""
+    mesh = make_mesh(case.ring, case.ulysses)
+    layout, rank = mesh.layout(case.kind, case.length), mesh.context_rank
+    poison = float("nan")  # in padding rows, which must not be read
+    shards = {name: layout.shard(inputs[name], 1, rank, fill=poison) for name in ("q", "k", "v", "dout")}
+    dlse = layout.shard(inputs["dlse"], 2, rank, fill=poison)
+    leaves = {name: shards[name].requires_grad_() for name in "qkv"}
+    if "sinks" in inputs:
+        leaves["sinks"] = inputs["sinks"].clone().requires_grad_()
     q, k, v = (leaves[name] for name in "qkv")
-    extra = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend, transport=case.transport)
-    mask = make_mask(case.mask, mask_on)
-    with case.installed():
-        out, lse = context_attention(q, k, v, mask, layout=layout, mesh=here, **extra, **case.options)
-        grads = torch.autograd.grad([out, lse], list(leaves.values()), [mine["dout"], dlse])
+    options = dict(sinks=leaves.get("sinks"), return_lse=True, backend=case.backend, transport=case.transport)
+    mask = make_mask(case.mask, mask_device)
+    with case.patched_constants():
+        out, lse = context_attention(q, k, v, mask, layout=layout, mesh=mesh, **options, **case.options)
+        grads = torch.autograd.grad([out, lse], list(leaves.values()), [shards["dout"], dlse])
     result = {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
     if "dsinks" in result and dist.is_initialized():
         dist.all_reduce(result["dsinks"])
     return result
 
 
-def shard_of(case: RingCase, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank should have; rows of padding are 0, and -inf in lse."""
-    here = mesh(case.ring, case.ulysses)
-    layout, rank = here.layout(case.kind, case.length), here.context_rank
-    part = {}
-    for name, x in whole.items():
+def shard_results(case: RingCase, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards of the results of a single device; padding rows are 0, and −inf in lse."""
+    mesh = make_mesh(case.ring, case.ulysses)
+    layout, rank = mesh.layout(case.kind, case.length), mesh.context_rank
+    shards = {}
+    for name, x in results.items():
         if name == "dsinks":
-            part[name] = x
+            shards[name] = x
         elif name == "lse":
-            part[name] = layout.shard(x, 2, rank, fill=-float("inf"))
+            shards[name] = layout.shard(x, 2, rank, fill=-float("inf"))
         else:
-            part[name] = layout.shard(x, 1, rank)
-    return part
+            shards[name] = layout.shard(x, 1, rank)
+    return shards
 
 
 def compare(case: RingCase) -> dict[str, float]:
-    """The largest difference of each result; NaN is infinite, and so is an infinity in the wrong place."""
-    given = inputs(case)
-    return differences(shared(case, given), shard_of(case, single(case, given)))
+    """Largest difference of each result to a single device. NaN counts as infinite, and so does an infinity out of place."""
+    inputs = make_inputs(case)
+    return differences(run_shards(case, inputs), shard_results(case, run_single(case, inputs)))
 
 
 def compare_on_device(case: RingCase) -> dict[str, float]:
-    """The same with documents that only the device knows."""
-    given = inputs(case)
-    return differences(shared(case, given, mask_on=case.device), shard_of(case, single(case, given)))
+    """The same with documents in device memory only."""
+    inputs = make_inputs(case)
+    return differences(run_shards(case, inputs, mask_device=case.device), shard_results(case, run_single(case, inputs)))
 
 
-def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    found = {}
+def differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    gaps = {}
     for name, ref in expected.items():
-        x = got[name]
+        x = results[name]
         assert x.shape == ref.shape and x.dtype == ref.dtype, f"{name}: {x.dtype} {tuple(x.shape)}, not {tuple(ref.shape)}"
-        equal_ends = torch.equal(x == -float("inf"), ref == -float("inf"))
+        same_infinities = torch.equal(x == -float("inf"), ref == -float("inf"))
         gap = torch.where(ref == -float("inf"), 0, x - ref).abs()
-        found[name] = float(gap.max()) if gap.numel() and equal_ends and not gap.isnan().any() else 0.0
-        if not equal_ends or gap.isnan().any():
-            found[name] = float("inf")
-    return found
+        gaps[name] = float(gap.max()) if gap.numel() and same_infinities and not gap.isnan().any() else 0.0
+        if not same_infinities or gap.isnan().any():
+            gaps[name] = float("inf")
+    return gaps

@@ -1,1 +1,1 @@
-"""Warp-specialised Gluon kernels for sm_90 and their host code."""
+"""Warp-specialised Gluon kernels for Hopper (sm_90) and the host code that launches them."""

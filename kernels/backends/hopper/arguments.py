@@ -1,6 +1,7 @@
-"""What the Hopper kernels are given: descriptors for the TMA, how many programs, and which heads they work on together.
+"""Arguments of the Hopper kernels: TMA descriptors, grid size, and the number of heads processed concurrently.
 
-From tensors and rules to a kernel's arguments, as `launches.Launch` wants it: these functions look at nothing else.
+`runtime.launch.Launch` calls forward_arguments and backward_arguments once per signature and caches the result. So they
+depend on nothing but their arguments.
 """
 
 import functools
@@ -15,26 +16,27 @@ from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
 from ringspan.kernels.backends.triton.arguments import Tiles, mask_argument
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.runtime.launch import Arguments
-from ringspan.kernels.runtime.triton_compat import GRADIENTS_LEAVE_BY_TMA
+from ringspan.kernels.runtime.triton_compat import STORE_GRADIENTS_BY_TMA
 from ringspan.kernels.tensors import is_aligned
 
-# Bytes of the L2 cache that the heads in work may fill; in a forward 8 and 32 MiB were no faster, all at once was slower.
-CACHE = 16 * 2**20
+# Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
+L2_BUDGET = 16 * 2**20
 
 
 def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_tiles: Tensor, lse: Tensor, carry_out: Tensor | None,
-    carry_lse: Tensor | None, mask: tuple[Any, ...], taken: Tensor, tiles: Tiles, **rules: Any,
+    carry_lse: Tensor | None, mask: tuple[Any, ...], work_counter: Tensor, tiles: Tiles, **common: Any,
 ) -> Arguments:  # fmt: skip
+    """Return the grid size and arguments of `forward.attention_forward`."""
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
-    staged = options.pop("STAGED")  # through shared memory, where there is room for it: for half the columns in fp32
+    staged = options.pop("STAGED")  # store out through shared memory, if it fits: half of the columns in fp32
     out_columns = 2 * block_dv // out.element_size()
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
-    of_keys = k_rows * (width + v_width) * k.element_size()
-    given = dict(
+    kv_bytes = k_rows * (width + v_width) * k.element_size()
+    args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
         v=descriptor(v, k_rows, block_n, block_dv),
@@ -47,41 +49,43 @@ def forward_arguments(
         lse_strides=lse.stride(),
         carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
         carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
-        taken=taken,
+        work_counter=work_counter,
         mask=mask,
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        together=min(num_sequences, heads_together("forward", mask, width, of_keys, group)),
+        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, kv_bytes, group)),
         DV=v_width,
-        **rules,
+        **common,
         **options,
     )
-    return min(num_programs(q.device), num_tiles * num_sequences), given
+    return min(num_thread_blocks(q.device), num_tiles * num_sequences), args
 
 
 def backward_arguments(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     dq: Tensor, dk: Tensor, dk_tiles: Tensor, dv: Tensor, dv_tiles: Tensor,
-    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **rules: Any,
+    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **common: Any,
 ) -> Arguments:  # fmt: skip
+    """Return the grid size and arguments of `backward.attention_backward`."""
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
-    # through shared memory, dk through a place of q or dout: where there is room, and what is written replaces what was there
-    staged = GRADIENTS_LEAVE_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
+    # store through shared memory (dk through a slot of q or dout) where it fits and the result overwrites dk and dv
+    staged = STORE_GRADIENTS_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
-    # but not 64 rows among which another document begins; unless programs take turns tiles begin where documents do
-    in_rows = not staged or (mask[2] is not None and turns is None)
+    # The TMA always stores 64 rows. Tiles follow document borders unless dq is ordered (turns); a tile that ends within
+    # 64 rows is stored from registers.
+    direct = not staged or (mask[2] is not None and turns is None)
     if turns is None:
-        of_queries = q_rows * group * (2 * q.element_size() + 4) * width
-        together = heads_together("backward", mask, width, of_queries, 1)
-    else:  # all heads at once: the fewer programs of one are at work, the less they wait for each other
-        together = num_sequences
-    given = dict(
+        query_bytes = q_rows * group * (2 * q.element_size() + 4) * width
+        concurrent_heads = num_concurrent_heads("backward", mask, width, query_bytes, 1)
+    else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
+        concurrent_heads = num_sequences
+    args = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
         q=descriptor(q, q_rows, 64, block_d),
         k=descriptor(k, k_rows, block_n, block_d),
@@ -91,9 +95,9 @@ def backward_arguments(
         delta=delta,
         turns=turns,
         mask=mask,
-        dk=dk if in_rows else None,
+        dk=dk if direct else None,
         dk_tiles=descriptor(dk_tiles, k_rows, 64, block_d) if staged else None,
-        dv=dv if in_rows else None,
+        dv=dv if direct else None,
         dv_tiles=descriptor(dv_tiles, k_rows, 64, block_dv) if staged else None,
         lse_strides=lse.stride(),
         delta_strides=delta.stride(),
@@ -103,56 +107,66 @@ def backward_arguments(
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=kv_heads,
-        together=min(num_sequences, together),
+        concurrent_heads=min(num_sequences, concurrent_heads),
         D=width,
         DV=v_width,
         GROUP=group,
         ADD=accumulate is True,
-        **rules,
+        **common,
         **options,
     )
-    return num_tiles * num_sequences, given
+    return num_tiles * num_sequences, args
 
 
 def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """(B, S, H, D) as (batch, head, row, column). Rows from `rows` on, and columns from D on, are read as zeros."""
+    """Describe (B, S, H, D) as (batch, head, row, column) to the TMA. Rows ≥ `rows` and columns ≥ D are read as zeros."""
     batch, _, heads, width = x.shape
-    # the stride of a dimension of size 1 can be anything, which the TMA would not take
+    # the stride of a dimension of size 1 is arbitrary, and the TMA rejects some values
     strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=4)
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
 
 
-def heads_together(way: str, mask: tuple[Any, ...], width: int, streamed: int, group: int) -> int:
-    """How many heads to work on at a time: as many groups as have what they stream, `streamed` bytes each, in the L2 cache.
+def num_concurrent_heads(direction: str, mask: tuple[Any, ...], width: int, streamed_bytes: int, group: int) -> int:
+    """Return the number of heads to process at a time.
 
-    But not fewer than were as fast though they do not all fit: eight with documents, of which each reads only its own, and in a
-    backward above head dim 128, as with two the last heads' longest tiles begin when nothing else is left to do; one in a
-    forward if not even one fits; else two.
-    Without a mask no tile is longer than others: one group, whose keys all multiprocessors read at about the same time.
+    As many groups as fit into L2_BUDGET with the rows that they stream, but at least this many, measured to be as fast:
+
+        no mask                             exactly one group: all tiles take equally long, and all SMs read the same keys
+        documents                           8: a tile reads only the rows of its documents
+        backward, head dim > 128            8: with 2, the longest tiles of the last heads start when nothing else is left
+        forward, one group does not fit     1
+        otherwise                           2
+
+    Args:
+        direction: "forward" or "backward".
+        mask: The kernel's mask tuple.
+        streamed_bytes: Bytes that the thread blocks of one group stream.
+        group: Heads per group.
     """
-    if hides_nothing(mask):
+    if is_unmasked(mask):
         return group
-    if mask[2] is not None or (way == "backward" and width > 128):
-        least = 8
+    if mask[2] is not None or (direction == "backward" and width > 128):
+        min_groups = 8
     else:
-        least = 1 if way == "forward" and streamed > CACHE else 2
-    return group * max(least, CACHE // max(1, streamed))
+        min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
+    return group * max(min_groups, L2_BUDGET // max(1, streamed_bytes))
 
 
-def most_keys(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:
-    """How many keys a forward's launch is to go through, None for all.
+def max_keys_per_launch(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:
+    """Return the largest number of keys for one forward launch; None for no limit.
 
-    Without a mask, if not all of a head's are in the L2 cache, programs that are no longer abreast each read them from DRAM.
-    Under a causal mask pieces gained next to nothing; and where a head's queries are one tile nothing is read twice.
+    Without a mask, all thread blocks read all keys of a head. If these exceed the L2 cache, thread blocks that drift apart
+    read them from DRAM again; launches over fewer keys avoid that. Under a causal mask this gains next to nothing, and with
+    at most two warpgroups of queries no key is read twice.
     """
-    if q.shape[1] <= 2 * WARPGROUP_ROWS or not hides_nothing(mask_argument(mask.bounds(k.device))):
+    if q.shape[1] <= 2 * WARPGROUP_ROWS or not is_unmasked(mask_argument(mask.bounds(k.device))):
         return None
-    return CACHE // ((k.shape[3] + v.shape[3]) * k.element_size())
+    return L2_BUDGET // ((k.shape[3] + v.shape[3]) * k.element_size())
 
 
-def hides_nothing(mask: tuple[Any, ...]) -> bool:
-    """Of a mask as kernels are given it: no end on the left or on the right, no documents. (A prefix needs a right end.)"""
+def is_unmasked(mask: tuple[Any, ...]) -> bool:
+    """Return whether a kernel's mask tuple hides no key: no left or right bound, no documents. A prefix has a right bound."""
     return all(bound is None for bound in mask[:3])
 
 
@@ -161,6 +175,6 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def num_programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
+def num_thread_blocks(device: torch.device) -> int:
+    """Return the grid size of the persistent forward: one thread block per SM (132 if there is no GPU)."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 132

@@ -1,26 +1,15 @@
-"""The backward for Hopper (sm_90), in Gluon: one pass with five products, where the portable one makes two passes with seven.
+"""The backward for Hopper (sm_90) in Gluon: one pass with five matmuls; the portable backward needs two passes with seven.
 
-A program keeps BLOCK_N keys and streams the queries that see them, 64 at a time, over all heads of the group. Four parties
-work beside each other and wait for nothing but each other's tiles in shared memory:
+    producer (1 warp)            shared memory                 2 consumer warpgroups            dq warpgroup
+    TMA, loads  ── q_full ───▶   q, dout, stats × STAGES  ──▶  p = exp2(q k - lse)
+    wait_free   ◀─ q_free ────                                 dS = p (dout v - delta)
+                                 dS × DS_STAGES  ◀─ ds_full ─  dk += dS q, dv += p dout ─ ds ─▶ dq = dS k
+    k, v loaded once, kv_full                                  dk, dv to memory at the end      TMA reduce-add, fp32
 
-    produce      one warp: the TMA brings q and dout, the warp lse and delta (hopper_queries.py)
-    consume      two warpgroups: scores, weights and their gradients dS; dk and dv stay in their registers (hopper_keys.py and,
-                 above head dim 128, hopper_roles.py)
-    collect      a warpgroup: dq = dS k needs the keys of both; the TMA adds it to an fp32 dq in memory (hopper_dq.py)
-
-What passes through shared memory is what limits them. So lse and delta come as one more product, 16 wide, and not once for each
-key: exp2(q k - lse) and dout v - delta are what the tensor cores leave.
-
-With documents a program's 128 keys begin where one does, or some multiple of 128 behind: a piece of work is what is between two
-such borders (hopper_common.py). That is one tile of keys, or two, one after the other, or none.
-
-Of 128 keys a consumer takes 64, and leaves out tiles whose queries see none of them; the two alternate in working out scores,
-so that one's products run beside the other's exponentials. (Neither at small head dims, where scores run a tile ahead.) Above
-head dim 128 its registers cannot hold their dk and dv: then a program has 64 keys, and of dk and dv a consumer has half of the
-columns. One consumer works out weights, the other their gradients, and they hand these to each other.
-
-Scores are (keys, queries), so that weights and dS are operands as they stand, from registers. dq is added in the order in which
-programs come by; in a deterministic backward they take turns (hopper_dq.py).
+A thread block owns BLOCK_N keys and streams the queries that see them, 64 at a time, over all query heads of its KV head.
+Scores are (keys, queries): p and dS are matmul operands straight from registers. Shared memory bandwidth is the limit, so
+lse and delta are subtracted by one more matmul, 16 wide, instead of being loaded for each key.
+Up to head dim 128 the block has 128 keys (backward_consumer.py), above it 64 (backward_consumer_wide.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -35,15 +24,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringspan.kernels.backends.block import Block, Gradients
 from ringspan.kernels.backends.hopper.arguments import backward_arguments
-from ringspan.kernels.backends.hopper.backward_consumer import share_keys
-from ringspan.kernels.backends.hopper.backward_consumer_wide import derive, weigh
-from ringspan.kernels.backends.hopper.backward_dq import collect
+from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
+from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
+from ringspan.kernels.backends.hopper.backward_dq import collect_dq
 from ringspan.kernels.backends.hopper.backward_producer import produce
-from ringspan.kernels.backends.hopper.common import barriers, border, fetchable, first_of_two, forget, in_turn, without_padding
+from ringspan.kernels.backends.hopper.common import (
+    invalidate_barriers,
+    make_barriers,
+    next_tile_end,
+    scheduled_tile,
+    tile_border,
+    tma_readable,
+    zero_padding,
+)
 from ringspan.kernels.backends.hopper.tile_sizes import tiles_for
-from ringspan.kernels.backends.triton.arguments import mask_argument, rules
-from ringspan.kernels.backends.triton.backward import add_up
-from ringspan.kernels.backends.triton.common import ANY_SIZE, document, position, queries_of, row_count, rows_below, tile_range
+from ringspan.kernels.backends.triton.arguments import common_arguments, mask_argument
+from ringspan.kernels.backends.triton.backward import run_backward
+from ringspan.kernels.backends.triton.common import (
+    ANY_SIZE,
+    document_interval,
+    position,
+    row_count,
+    rows_below,
+    tile_range,
+    visible_queries,
+)
 from ringspan.kernels.mask import Bounds
 from ringspan.kernels.runtime.call_cache import Replay
 from ringspan.kernels.runtime.launch import CachedLaunch, Launch
@@ -54,15 +59,15 @@ from ringspan.kernels.runtime.triton_compat import tma_load
 def attention_backward(
     dout, q, k, v, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
     lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, together, scale, softcap,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, concurrent_heads, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
     TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """dout, q, k, v, dq, dk_tiles and dv_tiles are descriptors of (batch, head, row, column).
+    """Accumulate dq and write (ADD: accumulate) dk and dv of one tile of keys, or of a document piece's tiles.
 
-    Without dk_tiles and dv_tiles, and where a tile ends within 64 rows, registers are written to dk and dv themselves; where
-    neither is so these are left out.
+    dout, q, k, v, dq, dk_tiles and dv_tiles are TMA descriptors of (batch, head, row, column). Without dk_tiles and dv_tiles,
+    and where a tile ends within 64 rows, registers are stored to dk and dv directly. If neither applies, dk and dv are None.
     """
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [BLOCK_N // 64, 1, 1, 64, BLOCK_DV], v.layout)
@@ -71,53 +76,54 @@ def attention_backward(
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, DQ_WIDTH], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
-    lse_tile = stats  # stands in where the product with it is enough
+    lse_tile = stats  # placeholder, unused: without softcap the matmul subtracts lse
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # of each place: head, first row, and marks: 1 if the mask splits it and, where tiles are left out, 2 if it sees keys of
-    # consumer 0, 4 if of consumer 1. One number for all marks: while products read shared memory, each load from it waits long.
-    facts = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # 0 … 63 in memory: as constants they would take registers that the loop needs
-    rows.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
-    # Apart only where dk and dv leave through shared memory: elsewhere registers are short, and this is arithmetic with them.
-    sequence, turn = in_turn(gl.program_id(0), num_tiles, num_sequences, together, dk_tiles is not None)
-    first_key = turn * BLOCK_N  # the first keys, which most queries see under a causal mask, first
+    # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with SKIPS_TILES also 2 and 4 if its queries see
+    # keys of consumer 0 and 1. One int32 for all marks, because loads from shared memory are slow while matmuls read it.
+    tile_info = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_offsets = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # 0 … 63 in shared memory: constants would occupy registers, which the loop needs
+    row_offsets.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
+    # DEFER_LAST only where dk and dv are stored by TMA: elsewhere registers are scarce, and it needs some.
+    sequence, key_tile = scheduled_tile(gl.program_id(0), num_tiles, num_sequences, concurrent_heads, dk_tiles is not None)
+    first_key = key_tile * BLOCK_N  # the first keys, visible to most queries under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
     inputs = (dout, q, k, v, lse, delta, lse_strides, delta_strides)
     outputs = (dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
-    memory = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, facts, rows)
-    taking_turns = (turns, turns_strides, turn)
+    buffers = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets)
+    dq_turns = (turns, turns_strides, key_tile)
     options = (mask, q_at, k_at, scale, softcap)
-    # Not with 64 keys: there the parties would spill in their loops.
+    # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not with 64
+    # keys: the loops would spill registers.
     FROM_DOCUMENTS: gl.constexpr = mask[2] is not None and turns is None and BLOCK_N == 128
     if FROM_DOCUMENTS:
-        behind = gl.minimum(border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
-        first_key = border(first_key, b, mask, k_at, BLOCK_N)
-        while first_key < behind:
-            until = first_of_two(first_key, behind, BLOCK_N)
-            work_on(
-                inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, until,
+        piece_end = gl.minimum(tile_border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
+        first_key = tile_border(first_key, b, mask, k_at, BLOCK_N)
+        while first_key < piece_end:
+            tile_end = next_tile_end(first_key, piece_end, BLOCK_N)
+            process_key_tile(
+                inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
                 D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
             )  # fmt: skip
-            first_key = until
+            first_key = tile_end
     else:
-        work_on(
-            inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, row_count(k_at),
+        process_key_tile(
+            inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, row_count(k_at),
             D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
         )  # fmt: skip
 
 
 @gluon.jit
-def work_on(
-    inputs, outputs, memory, taking_turns, options, b, kv_head, first_key, until,
+def process_key_tile(
+    inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
     D: gl.constexpr, DV: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
     FROM_DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys, those before `until`, with all queries that see some of them."""
+    """Process the keys before `tile_end` of one tile, with all queries that see some of them."""
     dout, q, k, v, lse, delta, lse_strides, delta_strides = inputs
     dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides = outputs
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, facts, rows = memory
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets = buffers
     mask, q_at, k_at, scale, softcap = options
     BLOCK_N: gl.constexpr = k_tile.shape[3]
     BLOCK_D: gl.constexpr = k_tile.shape[4]
@@ -126,140 +132,160 @@ def work_on(
     DS_STAGES: gl.constexpr = ds_tile.shape[0]
     DQ_STAGES: gl.constexpr = dq_tile.shape[0]
     DQ_WIDTH: gl.constexpr = dq_tile.shape[4]
-    kv_full, kv_free = barriers(1, 1, 1)  # fetched once, so nobody frees it
-    # From consumer to consumer: whose turn it is with scores or, above head dim 128, what has been handed over, and taken. Each
-    # in memory of its own: of the same, Triton would stop a warpgroup between wait and arrival.
-    between_0, free_0 = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
-    between_1, free_1 = barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
-    between = (between_0, between_1)
-    full_at, free_at = barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: bytes are coming, and statistics are there
-    ds_full, ds_free = barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
-    flags = (kv_full, between, full_at, free_at, ds_full, ds_free)
+    kv_full, kv_free = make_barriers(1, 1, 1)  # loaded once, so never freed
+    # Between the consumers: which one computes scores next or, above head dim 128, that a tile is written and read. Two
+    # allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
+    exchange_0, unused_0 = make_barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
+    exchange_1, unused_1 = make_barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
+    exchange = (exchange_0, exchange_1)
+    q_full, q_free = make_barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: TMA bytes expected; stats written
+    ds_full, ds_free = make_barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
+    barriers = (kv_full, exchange, q_full, q_free, ds_full, ds_free)
 
-    # on their way while the tiles of queries are looked up
+    # these loads overlap the computation of the query tiles
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // 64 * v.block_type.nbytes)
     tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
     for half in gl.static_range(BLOCK_N // 64):
         tma_load(v, [b, kv_head, first_key + half * 64, 0], kv_full.index(0), v_tile.index(half))
-    first_lo, first_hi = queries_of(position(first_key, k_at), mask, b)
-    last_lo, last_hi = queries_of(position(gl.minimum(first_key + BLOCK_N, until) - 1, k_at), mask, b)
-    origin = 0  # where the first tile of queries begins
+    first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
+    last_lo, last_hi = visible_queries(position(gl.minimum(first_key + BLOCK_N, tile_end) - 1, k_at), mask, b)
+    origin = 0  # first row of query tile 0
     if FROM_DOCUMENTS:
-        first, _ = document(position(first_key, k_at), mask, b)
+        first, _ = document_interval(position(first_key, k_at), mask, b)
         origin = rows_below(first, q_at)
-    begin, full, rest, end = tile_range(
+    begin, full_begin, full_end, end = tile_range(
         first_lo, last_lo, first_hi, last_hi, q_at, origin, 64, mask[1] is not None or mask[2] is not None
     )
-    if first_key + BLOCK_N > until:  # behind the last key lse has nothing to say: every tile needs the compare
-        full = end
-        rest = end
-    LEAVES_OUT: gl.constexpr = TIGHT and BLOCK_N == 128
-    borders = (None, None)  # or: where queries of the lower 64 keys end, and where those of the upper begin
-    if LEAVES_OUT:
-        _, lower_hi = queries_of(position(first_key + 63, k_at), mask, b)
-        upper_lo, _ = queries_of(position(first_key + 64, k_at), mask, b)
-        borders = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
-    turns, turns_strides, turn = taking_turns
-    taking_turns = (None, None, None, None)  # or: whose turn, its stride of heads, ours, rows that the one before sees
+    if first_key + BLOCK_N > tile_end:  # rows past the last key: every tile needs the mask
+        full_begin = end
+        full_end = end
+    SKIPS_TILES: gl.constexpr = TIGHT and BLOCK_N == 128
+    skip_borders = (None, None)  # or (end of the queries that see the lower 64 keys, begin of those that see the upper 64)
+    if SKIPS_TILES:
+        _, lower_hi = visible_queries(position(first_key + 63, k_at), mask, b)
+        upper_lo, _ = visible_queries(position(first_key + 64, k_at), mask, b)
+        skip_borders = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
+    turns, turns_strides, key_tile = dq_turns
+    dq_turns = (
+        None,
+        None,
+        None,
+        None,
+    )  # or (turns of the sequence, head stride, own turn, end of the rows that the previous tile sees)
     if turns is not None:
-        _, before_hi = queries_of(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
-        before_end = gl.where(turn > 0, rows_below(before_hi + 1, q_at), 0)
-        taking_turns = (turns + b.to(gl.int64) * turns_strides[0], turns_strides[1], turn, before_end)
-    consumed = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows)
-    keys = (b, kv_head, first_key, until, begin, end)
+        _, prev_hi = visible_queries(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
+        prev_end = gl.where(key_tile > 0, rows_below(prev_hi + 1, q_at), 0)
+        dq_turns = (turns + b.to(gl.int64) * turns_strides[0], turns_strides[1], key_tile, prev_end)
+    consumer_buffers = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets)
+    key_range = (b, kv_head, first_key, tile_end, begin, end)
     gradients = (dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
-    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, row_count(q_at), scale, softcap)
-    # Where registers are tight weights wait as fp16, which is finer than the products' bf16 but ends at 6e-8: so they are kept
-    # 2**14 times too large, as are dq, dk and dv until they are handed on. Powers of two, so nothing is rounded. (A weight of
-    # 4 would be too large for it: lse has to be that of all keys, as it is in a backward.) With fp16 inputs, whose dS would
-    # overflow, they are large only while they wait.
+    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, tile_info, row_count(q_at), scale, softcap)
+    # With TIGHT, weights wait for dS as fp16: finer than bf16, but its smallest number is 6e-8. So they are scaled by 2¹⁴, and
+    # so are dq, dk and dv until they are stored; a power of two rounds nothing. A weight of 4 would overflow: lse must cover
+    # all keys, as in any backward. With fp16 inputs dS would overflow, so only the waiting weights are scaled (BIAS 0).
     BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
-    # registers a thread; consumers of 64 keys need fewer, and the collector holds dS in what they leave
-    CONSUMES: gl.constexpr = 208 if BLOCK_N == 128 else 200
+    # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
+    CONSUMER_REGISTERS: gl.constexpr = 208 if BLOCK_N == 128 else 200
     gl.warp_specialize([
         (consume, (
-            consumed, flags, keys, gradients, options, 0,
+            consumer_buffers, barriers, key_range, gradients, options, 0,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (consume, (
-            consumed, flags, keys, gradients, options, 1,
+            consumer_buffers, barriers, key_range, gradients, options, 1,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
-        (collect, (
-            dq, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale * 2.0**-BIAS,
+        (collect_dq, (
+            dq, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale * 2.0**-BIAS,
             BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
-            q, dout, q_tile, dout_tile, statistics, flags,
-            b, kv_head, origin, begin, full, rest, end, borders, STAGES, BIAS, GROUP,
+            q, dout, q_tile, dout_tile, statistics, barriers,
+            b, kv_head, origin, begin, full_begin, full_end, end, skip_borders, STAGES, BIAS, GROUP,
         )),
-    ], [4, 4, 1], [CONSUMES, 72 + 2 * (208 - CONSUMES), 24])  # fmt: skip
-    if FROM_DOCUMENTS:  # barriers are made anew for another tile
-        forget(kv_full, kv_free)
-        forget(between_0, free_0)
-        forget(between_1, free_1)
-        forget(full_at, free_at)
-        forget(ds_full, ds_free)
+    ], [4, 4, 1], [CONSUMER_REGISTERS, 72 + 2 * (208 - CONSUMER_REGISTERS), 24])  # fmt: skip
+    if FROM_DOCUMENTS:  # the next tile allocates new barriers
+        invalidate_barriers(kv_full, kv_free)
+        invalidate_barriers(exchange_0, unused_0)
+        invalidate_barriers(exchange_1, unused_1)
+        invalidate_barriers(q_full, q_free)
+        invalidate_barriers(ds_full, ds_free)
 
 
 @gluon.jit
 def consume(
-    tiles, flags, keys, gradients, options, ME: gl.constexpr,
+    buffers, barriers, key_range, gradients, options, CONSUMER_ID: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
     GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    """Role of a consumer warpgroup: by keys with 128 of them, by columns with 64."""
     if BLOCK_N == 128:
-        share_keys(
-            tiles, flags, keys, gradients, options, ME,
+        consume_keys(
+            buffers, barriers, key_range, gradients, options, CONSUMER_ID,
             D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )  # fmt: skip
-    elif ME == 0:
-        weigh(tiles, flags, keys, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD)
+    elif CONSUMER_ID == 0:
+        consume_weights(
+            buffers, barriers, key_range, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD
+        )
     else:
-        derive(tiles, flags, keys, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD)
+        consume_ds(
+            buffers, barriers, key_range, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD
+        )
 
 
 Result = TypeVar("Result")
-ADDS_DQ_ALONE = True  # dq adds up in any case; ADD is about dk and dv
-ADDS_DQ_IN_MEMORY = True  # by the TMA, and in any order unless programs take turns
+ADDS_DQ_ALONE = True  # dq is always accumulated; ADD concerns dk and dv (see block.py)
+ADDS_DQ_ATOMICALLY = True  # by TMA reduce-add; in any order unless the backward is deterministic
 
 
 def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -> Replay | None:
-    dout, q = (fetchable(without_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
-    k, v = (fetchable(without_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
-    read = block.read_from(q, k, v)
-    known = into_sums(gradients, accumulate, lambda sums: add_up(read, sums._replace(dout=dout), accumulate or "dq", launches))
-    as_it_is = read is block and dout is gradients.dout and block.is_one_run and not block.deterministic
-    return partial(replay, known[0], accumulate) if as_it_is and known[0] is not None else None
+    """Write or accumulate dq, dk and dv of a block (see block.py).
+
+    Returns:
+        A function that repeats the launch for tensors of the same signature; None if it took copies or several launches, or
+        if the backward is deterministic.
+    """
+    dout, q = (tma_readable(zero_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
+    k, v = (tma_readable(zero_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
+    source = block.with_tensors(q, k, v)
+    cached = accumulate_in_fp32(
+        gradients, accumulate, lambda totals: run_backward(source, totals._replace(dout=dout), accumulate or "dq", launches)
+    )
+    is_replayable = source is block and dout is gradients.dout and block.is_single_range and not block.deterministic
+    return partial(replay, cached[0], accumulate) if is_replayable and cached[0] is not None else None
 
 
-def into_sums(gradients: Gradients, accumulate: bool | str, add: Callable[[Gradients], Result]) -> Result:
-    """The TMA adds, and in fp32: what is not to be added to begins as zeros, and is cast."""
+def accumulate_in_fp32(gradients: Gradients, accumulate: bool | str, run: Callable[[Gradients], Result]) -> Result:
+    """Call `run` with an fp32 dq, because the TMA accumulates in fp32: gradients.dq itself, or zeros that are then cast."""
     dq = gradients.dq
     dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)
-    result = add(gradients._replace(dq=dq_sum))
+    result = run(gradients._replace(dq=dq_sum))
     if dq_sum is not dq:
         dq.copy_(dq_sum)
     return result
 
 
 def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
+    """Yield the launch for a block that is one ascending range, with tensors that the TMA can read."""
     q, turns = block.q, None
     batch, q_rows, heads, _ = q.shape
     if block.deterministic:
         turns = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
-    tensors = tensors_of(q, block.k, block.v, block.mask.bounds(q.device), gradients) | dict(turns=turns)
-    how = rules(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
-    yield Launch(attention_backward, backward_arguments, tensors, how)
+    tensors = kernel_tensors(q, block.k, block.v, block.mask.bounds(q.device), gradients) | dict(turns=turns)
+    options = common_arguments(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
+    yield Launch(attention_backward, backward_arguments, tensors, options)
 
 
 def replay(
-    known: CachedLaunch, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients
+    cached: CachedLaunch, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients
 ) -> None:
-    into_sums(gradients, accumulate, lambda sums: known.launch(tensors_of(q, k, v, bounds, sums)))
+    """Repeat a launch for tensors of the same signature."""
+    accumulate_in_fp32(gradients, accumulate, lambda totals: cached.launch(kernel_tensors(q, k, v, bounds, totals)))
 
 
-def tensors_of(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
-    own = gradients._asdict() | dict(dk_tiles=gradients.dk, dv_tiles=gradients.dv)
-    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **own)
+def kernel_tensors(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
+    """Return the tensors among the kernel's arguments."""
+    outputs = gradients._asdict() | dict(dk_tiles=gradients.dk, dv_tiles=gradients.dv)
+    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **outputs)

@@ -1,4 +1,14 @@
-"""The two consumers of Hopper's backward at head dims up to 128 (see hopper_backward.py), and what all its consumers need."""
+"""Consumers of Hopper's backward at head dims up to 128 (see backward.py), and helpers of all its consumers.
+
+Each of the two warpgroups owns 64 of the 128 keys: their weights, dS, dk and dv.
+
+    TIGHT (head dim 128)                                       not TIGHT (head dim 64)
+    consumer 0   | s(i) | exp2, dP, dS, dk, dv | s(i+1) | …    scores run one tile ahead:
+    consumer 1          | s(i) | exp2, dP, dS, dk, dv | …      s(i+1) overlaps dk and dv of tile i
+
+With TIGHT the consumers alternate in computing scores, so that the matmul of one overlaps the exponentials of the other.
+They also skip query tiles that see none of their 64 keys, and keep the weights in 16 bits until dS needs them.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,97 +20,97 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringspan.kernels.backends.hopper.common import arrive_each, number, product_layout, wait_free, wait_full
-from ringspan.kernels.backends.triton.common import EVERYWHERE, exponents, position, queries_of, row_count
-from ringspan.kernels.runtime.triton_compat import PAIRS_GO_THROUGH_BRANCHES, tma_store
+from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_free, wait_full
+from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
+from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, tma_store
 
 
 @gluon.jit
-def share_keys(
-    tiles, flags, keys, gradients, options, ME: gl.constexpr,
+def consume_keys(
+    buffers, barriers, key_range, gradients, options, CONSUMER_ID: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """64 of 128 keys: both their weights and these' gradients."""
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, facts, rows = tiles
-    kv_full, between, full_at, free_at, ds_full, ds_free = flags
-    b, kv_head, first_key, until, begin, end = keys
-    dk_to, dk_tiles, dv_to, dv_tiles, dk_strides, dv_strides = gradients
+    """Compute dS, dk and dv of 64 keys."""
+    k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets = buffers
+    kv_full, exchange, q_full, q_free, ds_full, ds_free = barriers
+    b, kv_head, first_key, tile_end, begin, end = key_range
+    dk_out, dk_tiles, dv_out, dv_tiles, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
-    S_LAYOUT: gl.constexpr = product_layout(64)
-    K_LAYOUT: gl.constexpr = product_layout(BLOCK_D)
-    V_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
+    S_LAYOUT: gl.constexpr = accumulator_layout(64)
+    K_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_D)
+    V_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_DV)
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    LEAVES_OUT: gl.constexpr = TIGHT
-    ALTERNATES: gl.constexpr = TIGHT  # in working out scores
-    FIRST: gl.constexpr = ME * 64  # of its keys
+    SKIPS_TILES: gl.constexpr = TIGHT
+    ALTERNATES: gl.constexpr = TIGHT
+    OFFSET: gl.constexpr = CONSUMER_ID * 64
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    minus = minus_thirds(S_LAYOUT)
+    selector = stats_selector(S_LAYOUT)
     dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
     dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
-    key = first_key + FIRST + gl.arange(0, 64, KEYS)
-    lo, hi = queries_of(position(key, k_at), mask, b)
-    key_ok = key < until
-    hi = gl.where(key_ok, hi, -EVERYWHERE)
+    key = first_key + OFFSET + gl.arange(0, 64, KEYS)
+    lo, hi = visible_queries(position(key, k_at), mask, b)
+    key_ok = key < tile_end
+    hi = gl.where(key_ok, hi, -MAX_POSITION)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    v_held = v_tile.index(ME).reshape([64, BLOCK_DV])
-    if not TIGHT:  # in registers: dP's products then read half as much from shared memory
-        v_held = v_held.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-    s = zero  # if TIGHT, only so that the loop has one
+    v_operand = v_tile.index(CONSUMER_ID).reshape([64, BLOCK_DV])
+    if not TIGHT:  # in registers, which halves the shared memory reads of the matmul for dP
+        v_operand = v_operand.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
-        wait_full(full_at, 0, STAGES)
-        k_mine = k_tile.index(0).reshape([128, BLOCK_D]).slice(FIRST, 64)
-        s = product(k_mine, q_tile.index(0), zero, minus, stats.index(0), BLOCK_D)
+        wait_full(q_full, 0, STAGES)
+        k_half = k_tile.index(0).reshape([128, BLOCK_D]).slice(OFFSET, 64)
+        s = matmul_minus_stats(k_half, q_tile.index(0), zero, selector, stats.index(0), BLOCK_D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
-        k_mine = k_tile.index(0).reshape([128, BLOCK_D]).slice(FIRST, 64)
-        v_mine = v_held
+        k_half = k_tile.index(0).reshape([128, BLOCK_D]).slice(OFFSET, 64)
+        v_half = v_operand
         if TIGHT:
-            only = i >> 30  # 0, but the compiler must not know: else it would keep where each slice of k and v begins
-            k_mine = k_tile.index(only).reshape([128, BLOCK_D]).slice(FIRST, 64)
-            v_mine = v_tile.index(only + ME).reshape([64, BLOCK_DV])
-        place = i % STAGES
-        q = q_tile.index(place).reshape([64, BLOCK_D])
-        dout = dout_tile.index(place).reshape([64, BLOCK_DV])
+            # 0, which the compiler cannot know: otherwise it keeps the address of each slice of k and v in a register
+            opaque_zero = i >> 30
+            k_half = k_tile.index(opaque_zero).reshape([128, BLOCK_D]).slice(OFFSET, 64)
+            v_half = v_tile.index(opaque_zero + CONSUMER_ID).reshape([64, BLOCK_DV])
+        slot = i % STAGES
+        q = q_tile.index(slot).reshape([64, BLOCK_D])
+        dout = dout_tile.index(slot).reshape([64, BLOCK_DV])
         if ALTERNATES:
-            mbarrier.wait(between[ME].index(0), (i & 1) ^ (1 - ME))  # consumer 0 begins
+            mbarrier.wait(exchange[CONSUMER_ID].index(0), (i & 1) ^ (1 - CONSUMER_ID))  # consumer 0 starts
         if TIGHT:
-            wait_full(full_at, i, STAGES)
-        marks = number(facts, 3 * place + 2)
-        # At a diagonal a tile's queries may see the other consumer's keys alone.
-        if (marks & (2 << ME) if LEAVES_OUT else 1) != 0:
+            wait_full(q_full, i, STAGES)
+        marks = load_int(tile_info, 3 * slot + 2)
+        # near the diagonal a tile's queries may see only the other consumer's keys
+        if (marks & (2 << CONSUMER_ID) if SKIPS_TILES else 1) != 0:
             if TIGHT:
-                s = product(k_mine, q_tile.index(place), zero, minus, stats.index(2 * place), BLOCK_D)
+                s = matmul_minus_stats(k_half, q_tile.index(slot), zero, selector, stats.index(2 * slot), BLOCK_D)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if ALTERNATES:
-                    arrive_each(between[1 - ME].index(0))
+                    arrive_per_thread(exchange[1 - CONSUMER_ID].index(0))
             else:
-                dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
+                dp = matmul_minus_stats(v_half, dout_tile.index(slot), zero, selector, stats.index(2 * slot + 1), BLOCK_DV)
             s, factor = exponents(s, scale, softcap, False)
             exponent = s * factor
             if softcap is not None:
-                exponent -= lse_tile.index(place).load(QUERIES)[None, :]
+                exponent -= lse_tile.index(slot).load(QUERIES)[None, :]
             p = gl.exp2(exponent)
-            # To 16 bits before the mask, whose branch the compiler moves nothing across: so conversions fill the time that
-            # exponentials take.
-            if PAIRS_GO_THROUGH_BRANCHES:
-                weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
+            # Cast before the mask: the compiler moves nothing across the mask's branch, and conversions overlap exponentials.
+            if CAST_BEFORE_MASK:
+                weights, p = cast_weights(p, q_tile.dtype, TIGHT, BIAS)
             if marks & 1 != 0:
-                p_q = position(number(facts, 3 * place + 1) + rows.load(QUERIES), q_at)
+                p_q = position(load_int(tile_info, 3 * slot + 1) + row_offsets.load(QUERIES), q_at)
                 visible = p_q[None, :] <= hi[:, None]
                 if mask[1] is not None or mask[2] is not None:
                     visible &= p_q[None, :] >= lo[:, None]
                 p = gl.where(visible, p, 0.0)
-                if PAIRS_GO_THROUGH_BRANCHES:
+                if CAST_BEFORE_MASK:
                     weights = gl.where(visible, weights, 0.0)
-            if not PAIRS_GO_THROUGH_BRANCHES:
-                weights, p = narrow(p, q_tile.dtype, TIGHT, BIAS)
+            if not CAST_BEFORE_MASK:
+                weights, p = cast_weights(p, q_tile.dtype, TIGHT, BIAS)
             weights = gl.convert_layout(weights, gl.DotOperandLayout(0, V_LAYOUT, 2))
             if TIGHT:
-                dp = product(v_mine, dout_tile.index(place), zero, minus, stats.index(2 * place + 1), BLOCK_DV)
+                dp = matmul_minus_stats(v_half, dout_tile.index(slot), zero, selector, stats.index(2 * slot + 1), BLOCK_DV)
             dv = warpgroup_mma(weights, dout, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = p.to(gl.float32) * dp
@@ -109,77 +119,77 @@ def share_keys(
             if softcap is not None:
                 ds *= 1 - s * s
             ds = ds.to(q_tile.dtype)
-            ds_place = wait_free(ds_free, i, DS_STAGES)
-            ds_tile.index(ds_place).slice(FIRST, 64).store(ds)
+            ds_slot = wait_free(ds_free, i, DS_STAGES)
+            ds_tile.index(ds_slot).slice(OFFSET, 64).store(ds)
             if TIGHT:
-                hand_on(ds_full.index(ds_place))
+                fence_and_arrive(ds_full.index(ds_slot))
             dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
             if not TIGHT:
-                hand_on(ds_full.index(ds_place))
+                fence_and_arrive(ds_full.index(ds_slot))
             if TIGHT:
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-            else:  # the next tile's scores; behind the last tile they are of whatever is there, and dropped
+            else:  # the next tile's scores; after the last tile they are computed from stale data and discarded
                 if i + 1 < steps:
-                    wait_full(full_at, i + 1, STAGES)
-                after = (i + 1) % STAGES
-                s = product(k_mine, q_tile.index(after), zero, minus, stats.index(2 * after), BLOCK_D)
+                    wait_full(q_full, i + 1, STAGES)
+                next_slot = (i + 1) % STAGES
+                s = matmul_minus_stats(k_half, q_tile.index(next_slot), zero, selector, stats.index(2 * next_slot), BLOCK_D)
                 dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
         else:
             if ALTERNATES:
-                arrive_each(between[1 - ME].index(0))
-            ds_place = wait_free(ds_free, i, DS_STAGES)
-            ds_tile.index(ds_place).slice(FIRST, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
-            hand_on(ds_full.index(ds_place))
-        arrive_each(free_at.index(place))
+                arrive_per_thread(exchange[1 - CONSUMER_ID].index(0))
+            ds_slot = wait_free(ds_free, i, DS_STAGES)
+            ds_tile.index(ds_slot).slice(OFFSET, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
+            fence_and_arrive(ds_full.index(ds_slot))
+        arrive_per_thread(q_free.index(slot))
     dk *= scale * 2.0**-BIAS
     dv *= 2.0**-BIAS
     if dk_tiles is None:
-        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
-        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
-    elif ((first_key + FIRST + 64 <= until) | (until == row_count(k_at))) if dk_to is not None else True:
-        send(dk, dv, dk_tiles, dv_tiles, tiles, free_at, [b, kv_head, first_key + FIRST, 0], steps, ME)
-    else:  # another document begins among these rows
-        write(dk, dk_to, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
-        write(dv, dv_to, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
+        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+    elif ((first_key + OFFSET + 64 <= tile_end) | (tile_end == row_count(k_at))) if dk_out is not None else True:
+        store_by_tma(dk, dv, dk_tiles, dv_tiles, buffers, q_free, [b, kv_head, first_key + OFFSET, 0], steps, CONSUMER_ID)
+    else:  # another document begins within these rows
+        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
+        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
 
 
 @gluon.jit
-def send(dk, dv, dk_tiles, dv_tiles, tiles, free_at, at, steps, ME: gl.constexpr):
-    """dk and dv to memory, through places that nobody needs any more."""
-    _k_tile, v_tile, q_tile, dout_tile, _ds_tile, _stats, _lse_tile, _facts, _rows = tiles
+def store_by_tma(dk, dv, dk_tiles, dv_tiles, buffers, q_free, coordinates, steps, CONSUMER_ID: gl.constexpr):
+    """Store dk and dv by TMA through shared memory that is no longer needed."""
+    _k_tile, v_tile, q_tile, dout_tile, _ds_tile, _stats, _lse_tile, _tile_info, _rows = buffers
     STAGES: gl.constexpr = q_tile.shape[0]
-    # Its half of v is read by nobody else; the next place of q and dout is free once all have read what stood there. (The
-    # other consumer's scores, if they run a tile ahead, are then of whatever is there, and dropped.)
-    v_mine = v_tile.index(ME)
-    v_mine.reshape([64, dv.shape[1]]).store(dv.to(q_tile.dtype))
+    # Only this consumer reads its half of v. The next slot of q and dout is free once all have read it. If the other consumer's
+    # scores run one tile ahead, they read dk from there and are discarded.
+    v_half = v_tile.index(CONSUMER_ID)
+    v_half.reshape([64, dv.shape[1]]).store(dv.to(q_tile.dtype))
     fence_async_shared()
-    tma_store(dv_tiles, at, v_mine)
-    place = wait_free(free_at, steps, STAGES)
-    free = q_tile.index(place) if ME == 0 else dout_tile.index(place)
-    free.reshape([64, dk.shape[1]]).store(dk.to(q_tile.dtype))
+    tma_store(dv_tiles, coordinates, v_half)
+    slot = wait_free(q_free, steps, STAGES)
+    dk_slot = q_tile.index(slot) if CONSUMER_ID == 0 else dout_tile.index(slot)
+    dk_slot.reshape([64, dk.shape[1]]).store(dk.to(q_tile.dtype))
     fence_async_shared()
-    tma_store(dk_tiles, at, free)
+    tma_store(dk_tiles, coordinates, dk_slot)
     tma.store_wait(0)
 
 
 @gluon.jit
-def minus_thirds(S_LAYOUT: gl.constexpr):
-    """Times the `thirds` of hopper_queries.py: what is taken away from each key's product."""
+def stats_selector(S_LAYOUT: gl.constexpr):
+    """Operand (64, 16) with -1 in columns 0 … 2: times backward_producer.split_in_three it subtracts a value per query."""
     MINUS: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     column = gl.arange(0, 16, gl.SliceLayout(0, MINUS))[None, :] + gl.zeros([64, 16], gl.int32, MINUS)
     return gl.where(column < 3, -1.0, 0.0).to(gl.bfloat16)
 
 
 @gluon.jit
-def product(mine, tile, zero, minus, stats, WIDTH: gl.constexpr):
-    """(keys, queries) of k or v with a tile of q or dout, less what each query's lse or delta is."""
-    acc = warpgroup_mma(mine, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(minus, stats.permute((1, 0)), acc, is_async=True)
+def matmul_minus_stats(rows, tile, zero, selector, stats, WIDTH: gl.constexpr):
+    """Start rows · tileᵀ minus each query's lse or delta, (keys, queries): rows of k or v, a tile of q or dout."""
+    acc = warpgroup_mma(rows, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(selector, stats.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
-def narrow(p, DTYPE: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr):
-    """Weights as dv's product takes them, and as they wait for dS."""
+def cast_weights(p, DTYPE: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr):
+    """Return the weights as the operand for dv, and as they wait for dS."""
     weights = p.to(DTYPE)
     if TIGHT:
         if BIAS == 0:
@@ -189,22 +199,22 @@ def narrow(p, DTYPE: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr):
 
 
 @gluon.jit
-def hand_on(full):
-    """What was stored in shared memory, to a party whose products read it."""
+def fence_and_arrive(full):
+    """Signal that a tile is written; the fence makes it visible to matmuls and to the TMA."""
     fence_async_shared()
-    arrive_each(full)
+    arrive_per_thread(full)
 
 
 @gluon.jit
-def write(
-    value, to, strides, b, h, row, row_ok, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+def store_columns(
+    value, pointer, strides, b, h, row, row_ok, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
     LAYOUT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's WIDTH columns of dk or dv, from FIRST on, as far as there are COLUMNS."""
+    """Store WIDTH columns of dk or dv from column FIRST on; the tensor has COLUMNS."""
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
     column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ok = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < COLUMNS)[None, :]
-    at = to + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
+    is_valid = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < COLUMNS)[None, :]
+    pointers = pointer + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
     if ADD:
-        value += gl.load(at, mask=ok, other=0.0)
-    gl.store(at, value.to(to.dtype.element_ty), mask=ok)
+        value += gl.load(pointers, mask=is_valid, other=0.0)
+    gl.store(pointers, value.to(pointer.dtype.element_ty), mask=is_valid)

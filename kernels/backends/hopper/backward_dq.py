@@ -1,9 +1,12 @@
-"""The party of Hopper's backward that collects dS and adds dq = dS k up in memory (see hopper_backward.py).
+"""The dq warpgroup of Hopper's backward: dq = dS k, accumulated in fp32 by TMA reduce-add (see backward.py).
 
-In a deterministic backward programs take turns at each tile of queries, in the order of their keys: `turns` in memory says
-whose turn it is. Where a program's queries begin and end never decreases with its keys, so those that see a tile follow one
-upon the other: a program waits for the one before, unless that one's queries end before the tile. None waits for a later one,
-and GPUs start programs in the order of their numbers (which CUDA does not promise; a GPU that did not would hang here).
+    ds_full ──▶ dq = dS k, 64 columns at a time ──▶ dq_tile, a ring of DQ_STAGES slots ──▶ TMA reduce-add to memory
+
+Thread blocks add in any order. In a deterministic backward they take turns at each tile of queries, in the order of their
+keys: `turns` in memory holds the number of the key tile whose turn it is. Begin and end of the visible queries never decrease
+with the keys, so the key tiles that see a query tile are consecutive. A thread block waits for the previous one, unless that
+one's queries end before the tile. None waits for a later one, and GPUs start thread blocks in the order of their index. CUDA
+does not guarantee this order; on a GPU with another order the kernel would hang.
 """
 
 from triton.experimental import gluon
@@ -16,109 +19,114 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringspan.kernels.backends.hopper.common import arrive_each, number, product_layout, wait_full
+from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_full
 from ringspan.kernels.runtime.triton_compat import barrier, tma_add, with_layout
 
 
 @gluon.jit
-def collect(
-    dq_to, k_tile, ds_tile, dq_tile, facts, flags, taking_turns, b, begin, end, scale,
+def collect_dq(
+    dq_out, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """dq of tile after tile, 64 columns at a time. Of q it needs only head and row, so that place is given back at once.
+    """Accumulate dq of each query tile. The slot of q is freed at once, because only its head and row are needed.
 
-    Where a program has 64 keys dS fits into its registers: then each of many columns' products reads only k, dS's place is free
-    sooner, and columns' products run while those before are handed on.
+    With 64 keys dS fits into registers (HOLDS_DS): matmuls read only k from shared memory, dS's slot is free earlier, and the
+    matmul of the next 64 columns overlaps the store of the current ones.
     """
-    kv_full, _between, full_at, free_at, ds_full, ds_free = flags
-    turns, _stride, turn, _before_end = taking_turns
-    LAYOUT: gl.constexpr = product_layout(64)
+    kv_full, _exchange, q_full, q_free, ds_full, ds_free = barriers
+    turns, _stride, own_turn, _prev_end = dq_turns
+    LAYOUT: gl.constexpr = accumulator_layout(64)
     HOLDS_DS: gl.constexpr = BLOCK_N == 64
     PARTS: gl.constexpr = BLOCK_D // 64
     zero = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
-    last_h, last_row = 0, 0
+    prev_h, prev_row = 0, 0
     for i in range(GROUP * (end - begin)):
-        place = wait_full(full_at, i, STAGES)
-        h, row = number(facts, 3 * place), number(facts, 3 * place + 1)
-        arrive_each(free_at.index(place))
+        slot = wait_full(q_full, i, STAGES)
+        h, row = load_int(tile_info, 3 * slot), load_int(tile_info, 3 * slot + 1)
+        arrive_per_thread(q_free.index(slot))
         if turns is not None:
-            seen = turn_at(taking_turns, h, row)
-        ds_place = wait_full(ds_full, i, DS_STAGES)
-        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # 0, which the compiler must not know: see hopper_keys.py
-        ds = ds_tile.index(ds_place).permute((1, 0))
+            current_turn = read_turn(dq_turns, h, row)
+        ds_slot = wait_full(ds_full, i, DS_STAGES)
+        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # opaque 0, see backward_consumer.py
+        ds = ds_tile.index(ds_slot).permute((1, 0))
         if HOLDS_DS:
             ds = ds.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            arrive_each(ds_free.index(ds_place))
+            arrive_per_thread(ds_free.index(ds_slot))
         for part in gl.static_range(PARTS):
             if part == 0 or not HOLDS_DS:
-                dq = columns(ds, k_all, part, zero)
+                dq = dq_matmul(ds, k_all, part, zero)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1 and not HOLDS_DS:
-                arrive_each(ds_free.index(ds_place))
+                arrive_per_thread(ds_free.index(ds_slot))
             pieces = (dq * scale,)
             if DQ_WIDTH == 32:
                 pieces = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
             if turns is not None and part == 0:
                 if i > 0:
-                    pass_turn(taking_turns, last_h, last_row)
-                last_h, last_row = h, row
-                while seen != turn:  # what is added next comes behind a barrier of all four warps: see store_apart
-                    seen = turn_at(taking_turns, h, row)
+                    pass_turn(dq_turns, prev_h, prev_row)
+                prev_h, prev_row = h, row
+                while current_turn != own_turn:  # a barrier of all four warps precedes the next reduce-add
+                    current_turn = read_turn(dq_turns, h, row)
             for piece in gl.static_range(64 // DQ_WIDTH):
-                nth = part * (64 // DQ_WIDTH) + piece
-                if BLOCK_D // DQ_WIDTH % DQ_STAGES != 0:  # else every tile begins at the same place
-                    nth += i * (BLOCK_D // DQ_WIDTH)
-                out = dq_tile.index(nth % DQ_STAGES)
-                tma.store_wait(DQ_STAGES - 1)  # what stood there has been read
-                store_apart(pieces[piece], out, DQ_WIDTH)
+                piece_index = part * (64 // DQ_WIDTH) + piece
+                if BLOCK_D // DQ_WIDTH % DQ_STAGES != 0:  # otherwise every tile starts at slot 0
+                    piece_index += i * (BLOCK_D // DQ_WIDTH)
+                piece_tile = dq_tile.index(piece_index % DQ_STAGES)
+                tma.store_wait(DQ_STAGES - 1)  # the TMA has read the slot's previous contents
+                store_staggered(pieces[piece], piece_tile, DQ_WIDTH)
                 if HOLDS_DS and part < PARTS - 1 and piece == 64 // DQ_WIDTH - 1:
-                    dq = columns(ds, k_all, part + 1, zero)
+                    dq = dq_matmul(ds, k_all, part + 1, zero)
                 fence_async_shared()
-                tma_add(dq_to, [b, h, row, part * 64 + piece * DQ_WIDTH], out)
+                tma_add(dq_out, [b, h, row, part * 64 + piece * DQ_WIDTH], piece_tile)
     if turns is not None and begin < end:
-        pass_turn(taking_turns, last_h, last_row)
+        pass_turn(dq_turns, prev_h, prev_row)
     tma.store_wait(0)
 
 
 @gluon.jit
-def columns(ds, k_all, part, zero):
+def dq_matmul(ds, k_all, part, zero):
+    """Start dS k for the 64 columns of `part`."""
     return warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def turn_at(taking_turns, h, row):
-    """Whose turn it is at a tile of queries. Each thread looks for itself, so none waits for it before it needs to know."""
-    turns, stride, turn, before_end = taking_turns
-    return gl.load(turns + h * stride + row // 64, mask=row < before_end, other=turn, volatile=True)
+def read_turn(dq_turns, h, row):
+    """Load the turn at a tile of queries; own_turn if there is no previous key tile to wait for.
+
+    Each thread loads it for itself, so no thread waits for the value before it needs it.
+    """
+    turns, stride, own_turn, prev_end = dq_turns
+    return gl.load(turns + h * stride + row // 64, mask=row < prev_end, other=own_turn, volatile=True)
 
 
 @gluon.jit
-def pass_turn(taking_turns, h, row):
-    turns, stride, turn, _before_end = taking_turns
-    # until what was added is in memory; tma.store_wait ends when it has been read
+def pass_turn(dq_turns, h, row):
+    """Hand the turn at a tile of queries to the next key tile."""
+    turns, stride, own_turn, _prev_end = dq_turns
+    # wait until the sums are in memory; tma.store_wait only waits until shared memory has been read
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [row], gl.int32, is_pure=False, pack=1)
     barrier()
-    gl.atomic_xchg(turns + h * stride + row // 64, turn + 1, sem="release")
+    gl.atomic_xchg(turns + h * stride + row // 64, own_turn + 1, sem="release")
 
 
 @gluon.constexpr_function
-def apart(width):
-    """Where the TMA reads which (row, column), as bits of the address, but in odd rows for columns 16 further, or back."""
+def staggered_layout(width):
+    """Shared layout in the TMA's order, except that odd rows swap columns 0 … 15 with 16 … 31 of every 32."""
     row_bits = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
     bits = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *row_bits, [0, 32]]
     return gl.SharedLinearLayout(bits[: 11 + width // 64], alignment=1024)
 
 
 @gluon.jit
-def store_apart(piece, out, WIDTH: gl.constexpr):
-    """A piece of dq into the tile that the TMA adds from, without conflicts of banks.
+def store_staggered(piece, tile, WIDTH: gl.constexpr):
+    """Store a piece of dq into the tile that the TMA adds from, without bank conflicts.
 
-    A thread has two columns that lie side by side in every eight. In the TMA's order half a warp, four rows of eight columns,
-    would meet in half the banks. So odd rows write their columns in another order.
+    A thread holds two adjacent columns of every eight. In the TMA's order half a warp, four rows of eight columns, would use
+    half of the banks. So odd rows store their columns in another order.
     """
     low, high = piece.reshape([64, WIDTH // 32, 2, 16]).permute((0, 1, 3, 2)).split()
     odd = (gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))) & 1 != 0)[:, None, None]
-    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2)).reshape([64, WIDTH])
-    with_layout(out.reshape([64, WIDTH]), apart(WIDTH)).store(turned)
+    swapped = gl.join(gl.where(odd, high, low), gl.where(odd, low, high)).permute((0, 1, 3, 2)).reshape([64, WIDTH])
+    with_layout(tile.reshape([64, WIDTH]), staggered_layout(WIDTH)).store(swapped)

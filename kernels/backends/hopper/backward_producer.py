@@ -1,7 +1,11 @@
-"""The party of Hopper's backward that brings queries, and what the others have to know of them (see hopper_backward.py).
+"""The producer warp of Hopper's backward: loads query tiles and their statistics (see backward.py).
 
-A place in shared memory holds a tile of q and dout, its lse and delta for the tensor cores, and three facts: head, first row,
-and marks of whether the mask splits it and, where tiles are left out, which consumers' keys it sees.
+A slot of shared memory holds one query tile:
+
+    q_tile, dout_tile    64 rows, loaded by TMA
+    stats                lse and delta as three bf16 each, (64, 16): operands of a matmul that subtracts them
+    lse_tile             lse in fp32, with softcap only
+    tile_info            head, first row, marks (1: partial; 2, 4: visible to keys of consumer 0, 1)
 """
 
 from triton.experimental import gluon
@@ -15,57 +19,59 @@ from ringspan.kernels.runtime.triton_compat import tma_load
 
 @gluon.jit
 def produce(
-    q, dout, q_tile, dout_tile, statistics, flags, b, kv_head, origin, begin, full, rest, end, borders,
+    q, dout, q_tile, dout_tile, statistics, barriers, b, kv_head, origin, begin, full_begin, full_end, end, skip_borders,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    lse, delta, lse_strides, delta_strides, stats, lse_tile, facts, n, scale, softcap = statistics
-    _kv_full, _between, full_at, free_at, _ds_full, _ds_free = flags
-    lower_end, upper_begin = borders
-    num = end - begin
-    num_split = full - begin + end - rest
+    """Role of the producer warp: load query tiles begin … end for each query head of the group."""
+    lse, delta, lse_strides, delta_strides, stats, lse_tile, tile_info, num_rows, scale, softcap = statistics
+    _kv_full, _exchange, q_full, q_free, _ds_full, _ds_free = barriers
+    lower_end, upper_begin = skip_borders
+    num_tiles = end - begin
+    num_partial = full_begin - begin + end - full_end
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STATS: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, STATS)
     column = gl.arange(0, 16, gl.SliceLayout(0, STATS))[None, :]
-    for i in range(GROUP * num):
-        h = kv_head * GROUP + i // num
-        row = origin + nth_tile(i % num, begin, full, rest, end) * 64
-        at = row + gl.arange(0, 64, ROWS)
-        place = wait_free(free_at, i, STAGES)
-        mbarrier.expect(full_at.index(place), q.block_type.nbytes + dout.block_type.nbytes)
-        tma_load(q, [b, h, row, 0], full_at.index(place), q_tile.index(place))
-        tma_load(dout, [b, h, row, 0], full_at.index(place), dout_tile.index(place))
+    for i in range(GROUP * num_tiles):
+        h = kv_head * GROUP + i // num_tiles
+        row = origin + nth_tile(i % num_tiles, begin, full_begin, full_end, end) * 64
+        rows = row + gl.arange(0, 64, ROWS)
+        slot = wait_free(q_free, i, STAGES)
+        mbarrier.expect(q_full.index(slot), q.block_type.nbytes + dout.block_type.nbytes)
+        tma_load(q, [b, h, row, 0], q_full.index(slot), q_tile.index(slot))
+        tma_load(dout, [b, h, row, 0], q_full.index(slot), dout_tile.index(slot))
         lse_row = gl.load(
-            lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + at.to(gl.int64) * lse_strides[2],
-            mask=at < n, other=float("-inf"),
+            lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + rows.to(gl.int64) * lse_strides[2],
+            mask=rows < num_rows, other=float("-inf"),
         )  # fmt: skip
         delta_row = gl.load(
-            delta + b.to(gl.int64) * delta_strides[0] + h.to(gl.int64) * delta_strides[1] + at.to(gl.int64) * delta_strides[2],
-            mask=at < n, other=0.0,
+            delta + b.to(gl.int64) * delta_strides[0] + h.to(gl.int64) * delta_strides[1]
+            + rows.to(gl.int64) * delta_strides[2],
+            mask=rows < num_rows, other=0.0,
         )  # fmt: skip
-        # such a row weighs nothing, whatever its delta holds: it saw no key, or a sink that outweighs all
-        nothing = (lse_row == float("-inf")) | (lse_row == float("inf"))
+        # all weights of such a row are 0, whatever its delta holds: it sees no key, or a sink outweighs them all
+        is_empty = (lse_row == float("-inf")) | (lse_row == float("inf"))
         lse_row = lse_row * LOG2E - BIAS
         if softcap is not None:
-            lse_tile.index(place).store(gl.where(nothing, float("inf"), lse_row))
-            lse_row = gl.zeros_like(delta_row)  # a cap comes between the product and what is taken away
-        lse_row = gl.where(nothing, 3e38, lse_row / (scale * LOG2E))  # finite: thirds of an infinity are NaN
-        delta_row = gl.where(nothing, 0.0, delta_row)
-        stats.index(2 * place).store(thirds(lse_row, column))
-        stats.index(2 * place + 1).store(thirds(delta_row, column))
-        facts.index(3 * place).store(gl.full([1], h, gl.int32, WARP))
-        facts.index(3 * place + 1).store(gl.full([1], row, gl.int32, WARP))
-        marks = gl.where(i % num < num_split, 1, 0)
+            lse_tile.index(slot).store(gl.where(is_empty, float("inf"), lse_row))
+            lse_row = gl.zeros_like(delta_row)  # the cap applies before lse is subtracted, so the matmul must not subtract it
+        lse_row = gl.where(is_empty, 3e38, lse_row / (scale * LOG2E))  # finite, because splitting an infinity gives NaN
+        delta_row = gl.where(is_empty, 0.0, delta_row)
+        stats.index(2 * slot).store(split_in_three(lse_row, column))
+        stats.index(2 * slot + 1).store(split_in_three(delta_row, column))
+        tile_info.index(3 * slot).store(gl.full([1], h, gl.int32, WARP))
+        tile_info.index(3 * slot + 1).store(gl.full([1], row, gl.int32, WARP))
+        marks = gl.where(i % num_tiles < num_partial, 1, 0)
         if lower_end is not None:
             marks += gl.where(row < lower_end, 2, 0) + gl.where(row + 64 > upper_begin, 4, 0)
-        facts.index(3 * place + 2).store(gl.full([1], marks, gl.int32, WARP))
+        tile_info.index(3 * slot + 2).store(gl.full([1], marks, gl.int32, WARP))
         fence_async_shared()
-        mbarrier.arrive(full_at.index(place), count=1)
+        mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
-def thirds(x, column):
-    """fp32 as a sum of three bf16, in columns 0, 1 and 2 of a tile for the tensor cores, whose narrowest are 16 wide."""
+def split_in_three(x, column):
+    """Split fp32 into a sum of three bf16, in columns 0, 1 and 2 of 16 (the narrowest matmul operand)."""
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)
     low = x - high - middle

@@ -1,4 +1,12 @@
-"""What the Hopper kernels are made of: barriers and places, the order of work, tensors as the TMA reads them."""
+"""Building blocks of the Hopper kernels: mbarriers of buffer slots, tile order, document borders, inputs for the TMA.
+
+A ring of NUM slots in shared memory connects a producer and consumers. Item i uses slot i % NUM; each slot has two mbarriers:
+
+    producer: wait_free → write the slot → arrive at full          consumer: wait_full → read the slot → arrive at free
+
+    full  completes when all writers have arrived (and the TMA has delivered its bytes)
+    free  completes when all readers have arrived
+"""
 
 import torch
 from torch import Tensor
@@ -7,23 +15,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ringspan.kernels.backends.triton.common import document, position, rows_below, split_tile
+from ringspan.kernels.backends.triton.common import document_interval, partial_tile, position, rows_below
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import Segments, positions
 from ringspan.kernels.tensors import aligned
 
-WARPGROUP_ROWS = 64  # what one warpgroup multiplies at a time
+WARPGROUP_ROWS = 64  # rows of a warpgroup's matmul
 
 
 @gluon.constexpr_function
-def product_layout(columns):
-    """How a warpgroup's threads hold its rows of a product."""
+def accumulator_layout(columns):
+    """Register layout of a warpgroup's 64-row matmul accumulator."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
-def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """NUM pairs: "full", which takes all writers, and "free", which takes all readers; for `arrive_each` these are threads."""
+def make_barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """Allocate NUM (full, free) pairs of mbarriers with these arrival counts; `arrive_per_thread` counts threads."""
     full = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
@@ -33,8 +41,8 @@ def barriers(NUM: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def forget(full, free):
-    """So that their memory can hold other barriers."""
+def invalidate_barriers(full, free):
+    """Invalidate mbarriers so that their memory can be reused."""
     NUM: gl.constexpr = full.shape[0]
     for i in gl.static_range(NUM):
         mbarrier.invalidate(full.index(i))
@@ -42,103 +50,109 @@ def forget(full, free):
 
 
 @gluon.jit
-def arrive_each(barrier):
-    """As `mbarrier.arrive`, but each thread for itself, so a warpgroup counts 128.
+def arrive_per_thread(barrier):
+    """Arrive once per thread; a warpgroup counts 128.
 
-    There one thread does it for all, and Triton 3.6 and 3.7 stop the warpgroup before and after. (This is the arrival that
-    follows a thread's asynchronous copies. There are none here, so nothing is waited for.) It orders nothing by itself: before
-    it stand a fence, a product's wait, or loads that end in the order in which they began.
+    With `mbarrier.arrive` one thread arrives for all, and Triton 3.6 and 3.7 synchronise the warpgroup before and after.
+    This instruction also waits for the thread's cp.async copies; the kernels have none. It orders no memory accesses: callers
+    precede it with a fence, a wait for a matmul, or loads that complete in program order.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def arrive(barrier, IN_STEP: gl.constexpr):
-    """A warpgroup frees a place: as one, its warps in step, or each thread for itself. What is faster is measured."""
+    """Free a slot: once per warpgroup, whose warps synchronise, or once per thread. The tile table has the faster one."""
     if IN_STEP:
         mbarrier.arrive(barrier, count=1)
     else:
-        arrive_each(barrier)
+        arrive_per_thread(barrier)
 
 
 @gluon.jit
-def wait_full(full, nth, NUM: gl.constexpr):
-    """The place in a ring of NUM of the nth thing that comes by, once it is there."""
-    place = nth % NUM
-    mbarrier.wait(full.index(place), (nth // NUM) & 1)
-    return place
+def wait_full(full, index, NUM: gl.constexpr):
+    """Wait until item `index` is in its slot of the ring; return the slot."""
+    slot = index % NUM
+    mbarrier.wait(full.index(slot), (index // NUM) & 1)
+    return slot
 
 
 @gluon.jit
-def wait_free(free, nth, NUM: gl.constexpr):
-    """The place where the nth thing goes, once it is free."""
-    place = nth % NUM
-    mbarrier.wait(free.index(place), ((nth // NUM) & 1) ^ 1)
-    return place
+def wait_free(free, index, NUM: gl.constexpr):
+    """Wait until the slot of item `index` is free; return the slot."""
+    slot = index % NUM
+    mbarrier.wait(free.index(slot), ((index // NUM) & 1) ^ 1)
+    return slot
 
 
 @gluon.jit
-def nth_tile(j, begin, full, rest, end):
-    """The j-th tile to work on: first those that the mask splits, then those seen whole."""
-    num_split = full - begin + end - rest
-    return gl.where(j < num_split, split_tile(j, begin, full, rest), full + j - num_split)
+def nth_tile(j, begin, full_begin, full_end, end):
+    """The j-th tile to process: partial tiles first, then full ones."""
+    num_partial = full_begin - begin + end - full_end
+    return gl.where(j < num_partial, partial_tile(j, begin, full_begin, full_end), full_begin + j - num_partial)
 
 
 @gluon.jit
-def number(numbers, n):
-    """A number that the producer left in shared memory for a warpgroup."""
-    return gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def load_int(values, index):
+    """Load an int32 that the producer stored in shared memory."""
+    return gl.max(values.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def in_turn(index, num_tiles, num_sequences, together, LAST_APART: gl.constexpr):
-    """Number of a piece of work → (sequence, which of its tiles).
+def scheduled_tile(index, num_tiles, num_sequences, concurrent_heads, DEFER_LAST: gl.constexpr):
+    """Map a work index to (sequence, tile).
 
-    `together` heads at a time; of these heads go fastest, so that a group's read the same at the same time and find it in the
-    L2 cache. Tiles that take longest under a causal mask come first. If LAST_APART each head's last, the shortest, waits until
-    all others have been given out, and fills what these leave idle at the end. A head's tiles come in order all the same.
+    `concurrent_heads` heads are processed at a time, and heads vary fastest: the heads of a group read the same rows
+    concurrently and find them in the L2 cache. Tiles that take longest under a causal mask come first. With DEFER_LAST the
+    last tile of each head, the shortest, is scheduled after all others and fills the last wave. A head's tiles stay in order.
     """
-    first_turn = 0
-    if LAST_APART:
-        apart = (num_tiles - 1) * num_sequences
-        first_turn = gl.where(index < apart, 0, num_tiles - 1)
-        num_tiles = gl.where(index < apart, num_tiles - 1, 1)
-        index = gl.where(index < apart, index, index - apart)
-    first_sequence = index // (num_tiles * together) * together
+    first_tile = 0
+    if DEFER_LAST:
+        num_early = (num_tiles - 1) * num_sequences
+        first_tile = gl.where(index < num_early, 0, num_tiles - 1)
+        num_tiles = gl.where(index < num_early, num_tiles - 1, 1)
+        index = gl.where(index < num_early, index, index - num_early)
+    first_sequence = index // (num_tiles * concurrent_heads) * concurrent_heads
     index -= first_sequence * num_tiles
-    num_together = gl.minimum(together, num_sequences - first_sequence)
-    return first_sequence + index % num_together, first_turn + index // num_together
+    num_concurrent = gl.minimum(concurrent_heads, num_sequences - first_sequence)
+    return first_sequence + index % num_concurrent, first_tile + index // num_concurrent
 
 
 @gluon.jit
-def border(row, b, mask, at, ROWS: gl.constexpr):
-    """The first border from `row` on; `row` itself where no document is: in padding, or before or behind all documents."""
+def tile_border(row, b, mask, segments, ROWS: gl.constexpr):
+    """First tile border at or after `row`; `row` itself outside of documents (padding, before the first, after the last).
+
+    Borders are at a document's first row plus multiples of ROWS, and at its end.
+    """
     if mask[2] is not None:
-        first, last = document(position(row, at), mask, b)
-        begin, end = gl.minimum(rows_below(first, at), row), rows_below(last + 1, at)
+        first, last = document_interval(position(row, segments), mask, b)
+        begin, end = gl.minimum(rows_below(first, segments), row), rows_below(last + 1, segments)
         return gl.maximum(gl.minimum(begin + gl.cdiv(row - begin, ROWS) * ROWS, end), row)
     else:
         return row
 
 
 @gluon.jit
-def first_of_two(row, behind, ROWS: gl.constexpr):
-    """Where a piece's next tile ends. Of two tiles the second has all its rows; as a rule it is where a document begins."""
-    return gl.where(behind - row > ROWS, behind - ROWS, behind)
+def next_tile_end(row, piece_end, ROWS: gl.constexpr):
+    """End of the next tile of a piece, which has one or two tiles.
+
+    Of two tiles the second has all its rows; it usually starts at the first row of a document.
+    """
+    return gl.where(piece_end - row > ROWS, piece_end - ROWS, piece_end)
 
 
-def fetchable(x: Tensor) -> Tensor:
-    """The tensor, or a copy that the TMA can read: rows of 16 bytes and more, nothing expanded."""
+def tma_readable(x: Tensor) -> Tensor:
+    """Return x, or a copy that the TMA can read: 16-byte aligned, no expanded dimension."""
     x = aligned(x)
     return x.contiguous() if 0 in x.stride() else x
 
 
-def without_padding(x: Tensor, mask: Mask, at: Segments) -> Tensor:
-    """x with zeros where documents have padding, whose memory may hold NaN: the TMA reads whole tiles, and 0 · NaN is NaN."""
+def zero_padding(x: Tensor, mask: Mask, segments: Segments) -> Tensor:
+    """Return x (B, S, H, D) with zeros in padding rows. Padding may hold NaN; the TMA reads whole tiles, and 0 · NaN is NaN."""
     if not mask.has_padding:
         return x
-    lo, hi = mask.interval(positions(at, x.device))
+    lo, hi = mask.interval(positions(segments, x.device))
     padding = (lo > hi).expand(x.shape[0], -1)
-    filled = x.clone(memory_format=torch.contiguous_format)
-    filled[:, : padding.shape[1]].masked_fill_(padding[..., None, None], 0)
-    return filled
+    result = x.clone(memory_format=torch.contiguous_format)
+    result[:, : padding.shape[1]].masked_fill_(padding[..., None, None], 0)
+    return result

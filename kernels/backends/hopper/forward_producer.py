@@ -1,8 +1,13 @@
-"""The party of Hopper's forward that fetches queries, keys and values, and tells consumers which (see hopper_forward.py).
+"""The producer warp of Hopper's forward: picks query tiles, loads q, k and v by TMA, publishes tiles (see forward.py).
 
-A program's work comes in pieces of as many rows as a tile of queries has. With documents, tiles begin where one does, and
-every so many rows behind: one that began in the document before would see all of that too. So there a piece begins at the
-first of these borders in its rows and ends at the next piece's, which makes one tile, or two, or none.
+    rows        0          R          2R          3R             R = rows of a query tile = rows of a piece of work
+    documents   [---- A -----)[--- B ---)[------ C -----
+    borders     |          |  |          |          |            first row of each document, and every R rows after it
+    tiles       [          [  [          [          [            piece 0: first tile; piece 1: the next two; …
+
+Work is scheduled in pieces. Without documents a piece is a query tile. With documents tiles begin at borders, because a tile
+that spans two documents would process the keys of both. A piece then extends from the first border in its rows to the next
+piece's first border, which makes zero, one or two tiles.
 """
 
 from triton.experimental import gluon
@@ -11,138 +16,140 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringspan.kernels.backends.hopper.common import (
     arrive,
-    border,
-    first_of_two,
-    in_turn,
+    load_int,
+    next_tile_end,
     nth_tile,
-    number,
+    scheduled_tile,
+    tile_border,
     wait_free,
     wait_full,
 )
-from ringspan.kernels.backends.triton.common import document, keys_of, position, row_count, rows_below, tile_range
+from ringspan.kernels.backends.triton.common import document_interval, position, row_count, rows_below, tile_range, visible_keys
 from ringspan.kernels.runtime.triton_compat import tma_load
 
 
 @gluon.jit
 def produce(
-    q, k, v, tiles, queue, taken, work,
+    q, k, v, tiles, queue, work_counter, work,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Role of the producer warp: take pieces of work from the counter and load their tiles."""
     _q_tile, _k_tile, v_tile, _o_tile, _q_full, _q_free, kv_full, kv_free, _columns = tiles
-    total = work[3] * work[4]
+    num_pieces = work[3] * work[4]
     i = 0
-    sent = (0, 0, 0, 0)  # slots so far; of the last one's keys: batch, head, first row
+    loaded = (0, 0, 0, 0)  # K/V slots filled; batch, head and first row of the last slot's keys
     index = gl.program_id(0)
-    while index < total:
-        b, h, row, behind = piece(index, work, CONSUMERS * 64)
+    while index < num_pieces:
+        b, h, row, piece_end = work_piece(index, work, CONSUMERS * 64)
         if work[0][2] is not None:
-            while row < behind:
-                row, sent = fetch(
-                    q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+            while row < piece_end:
+                row, loaded = fetch(
+                    q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
                 )
                 i += 1
-        else:  # a piece is a tile, and a loop around it took longer
-            _, sent = fetch(
-                q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+        else:  # a piece is one tile; with the loop this is measurably slower
+            _, loaded = fetch(
+                q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
             )
             i += 1
-        index = gl.num_programs(0) + gl.atomic_add(taken, 1)
-    publish(queue, i, (0, 0, 0, 0, 0, 0, 0, 0, 0))
-    slots, before_b, before_head, before_key = sent
-    place = wait_free(kv_free, slots, STAGES)
-    mbarrier.expect(kv_full.index(place), v.block_type.nbytes)
-    tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
+        index = gl.num_programs(0) + gl.atomic_add(work_counter, 1)
+    publish_tile(queue, i, (0, 0, 0, 0, 0, 0, 0, 0, 0))
+    kv_count, prev_b, prev_head, prev_key = loaded
+    slot = wait_free(kv_free, kv_count, STAGES)
+    mbarrier.expect(kv_full.index(slot), v.block_type.nbytes)
+    tma_load(v, [prev_b, prev_head, prev_key, 0], kv_full.index(slot), v_tile.index(slot))
 
 
 @gluon.jit
 def fetch(
-    q, k, v, tiles, queue, work, index, b, h, row, behind, i, sent,
+    q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A query tile and what it sees → (row behind it, what has been sent).
+    """Load a query tile and its visible keys; return (end of the tile, updated `loaded`).
 
-    A slot holds what is multiplied at the same time: keys, and the values of the keys before.
+    A K/V slot holds what is multiplied concurrently: keys, and the values of the previous keys.
 
-    Without a mask all programs would go through a head's keys abreast, and to ask for the same tile at the same moment takes
-    longer. So each two pieces of work begin a tile further than the two before and go round. (By the work's number, not
-    the program's, which is another in each run: the order of sums would be, too.)
+    Without a mask all thread blocks would read the same tile of keys at the same moment, which is slower. So every two pieces
+    start one tile later than the previous two and wrap around. The start depends on the piece, not on the thread block:
+    thread blocks get other pieces in each run, and the order of the sums must not change.
     """
     q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
-    slots, before_b, before_head, before_key = sent
-    until, origin, begin, full, rest, end = what_is_seen(b, row, behind, work, CONSUMERS * 64, BLOCK_N)
-    publish(queue, i, (until, b, h, row, begin, full, rest, end, origin))
+    kv_count, prev_b, prev_head, prev_key = loaded
+    tile_end, origin, begin, full_begin, full_end, end = visible_key_tiles(b, row, piece_end, work, CONSUMERS * 64, BLOCK_N)
+    publish_tile(queue, i, (tile_end, b, h, row, begin, full_begin, full_end, end, origin))
     kv_head = h // work[6]
     UNMASKED: gl.constexpr = work[0][0] is None and work[0][1] is None and work[0][2] is None
-    further = index // 2 % gl.maximum(rest, 1)  # tiles 0 … rest - 1 are whole; consumers need not know which of them one is
+    shift = index // 2 % gl.maximum(full_end, 1)  # tiles 0 … full_end - 1 are full; consumers need not know which one it is
     for j in range(gl.maximum(end - begin, 1)):
-        tile = nth_tile(j, begin, full, rest, end)
+        tile = nth_tile(j, begin, full_begin, full_end, end)
         if UNMASKED:
-            tile = gl.where(tile < rest, gl.where(tile + further < rest, tile + further, tile + further - rest), tile)
+            tile = gl.where(tile < full_end, gl.where(tile + shift < full_end, tile + shift, tile + shift - full_end), tile)
         key = origin + tile * BLOCK_N
-        place = wait_free(kv_free, slots, STAGES)
-        if slots == 0:
-            mbarrier.expect(kv_full.index(place), k.block_type.nbytes)
+        slot = wait_free(kv_free, kv_count, STAGES)
+        if kv_count == 0:
+            mbarrier.expect(kv_full.index(slot), k.block_type.nbytes)
         else:
-            mbarrier.expect(kv_full.index(place), k.block_type.nbytes + v.block_type.nbytes)
-        tma_load(k, [b, kv_head, key, 0], kv_full.index(place), k_tile.index(place))
-        if slots > 0:
-            tma_load(v, [before_b, before_head, before_key, 0], kv_full.index(place), v_tile.index(place))
-        before_b, before_head, before_key = b, kv_head, key
-        slots += 1
-        if j == 0:  # not earlier: the last query tile is not done before it has these values
-            q_place = wait_free(q_free, i, Q_STAGES)
-            mbarrier.expect(q_full.index(q_place), CONSUMERS * q.block_type.nbytes)
+            mbarrier.expect(kv_full.index(slot), k.block_type.nbytes + v.block_type.nbytes)
+        tma_load(k, [b, kv_head, key, 0], kv_full.index(slot), k_tile.index(slot))
+        if kv_count > 0:
+            tma_load(v, [prev_b, prev_head, prev_key, 0], kv_full.index(slot), v_tile.index(slot))
+        prev_b, prev_head, prev_key = b, kv_head, key
+        kv_count += 1
+        if j == 0:  # not earlier: the previous query tile needs the values in this slot before it frees q
+            q_slot = wait_free(q_free, i, Q_STAGES)
+            mbarrier.expect(q_full.index(q_slot), CONSUMERS * q.block_type.nbytes)
             for c in gl.static_range(CONSUMERS):
-                tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_place), q_tile.index(q_place * CONSUMERS + c))
-    return until, (slots, before_b, before_head, before_key)
+                tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_slot), q_tile.index(q_slot * CONSUMERS + c))
+    return tile_end, (kv_count, prev_b, prev_head, prev_key)
 
 
 @gluon.jit
-def piece(index, work, ROWS: gl.constexpr):
-    """Number of a piece of work → (batch, head, first row, row behind the last)."""
-    mask, q_at, _k_at, num_tiles, num_sequences, num_heads, _group, together = work
-    sequence, turn = in_turn(index, num_tiles, num_sequences, together, True)
-    row = (num_tiles - 1 - turn) * ROWS  # the last queries, which see most under a causal mask, first
+def work_piece(index, work, ROWS: gl.constexpr):
+    """Return (batch, head, first row, end row) of a piece of work."""
+    mask, q_at, _k_at, num_tiles, num_sequences, num_heads, _group, concurrent_heads = work
+    sequence, tile = scheduled_tile(index, num_tiles, num_sequences, concurrent_heads, True)
+    row = (num_tiles - 1 - tile) * ROWS  # the last queries, which see most keys under a causal mask, first
     b, h = sequence // num_heads, sequence % num_heads
-    behind = gl.minimum(border(row + ROWS, b, mask, q_at, ROWS), row_count(q_at))
-    return b, h, border(row, b, mask, q_at, ROWS), behind
+    piece_end = gl.minimum(tile_border(row + ROWS, b, mask, q_at, ROWS), row_count(q_at))
+    return b, h, tile_border(row, b, mask, q_at, ROWS), piece_end
 
 
 @gluon.jit
-def what_is_seen(b, row, behind, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A piece's next tile of queries → (row behind it; row where the first tile of keys begins; tiles of keys that it sees)."""
+def visible_key_tiles(b, row, piece_end, work, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (end row of a piece's next query tile, first row of key tile 0, and the tile_range of its visible keys)."""
     mask, q_at, k_at = work[0], work[1], work[2]
-    until, origin = behind, 0
+    tile_end, origin = piece_end, 0
     if mask[2] is not None:
-        until = first_of_two(row, behind, ROWS)
-        first, _ = document(position(row, q_at), mask, b)
+        tile_end = next_tile_end(row, piece_end, ROWS)
+        first, _ = document_interval(position(row, q_at), mask, b)
         origin = rows_below(first, k_at)
-    HEAD: gl.constexpr = mask[0] is not None or mask[2] is not None
-    first_lo, first_hi = keys_of(position(row, q_at), mask, b)
-    last_lo, last_hi = keys_of(position(until - 1, q_at), mask, b)
-    begin, full, rest, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, origin, BLOCK_N, HEAD)
-    return until, origin, begin, full, rest, end
+    LOW_BOUND: gl.constexpr = mask[0] is not None or mask[2] is not None
+    first_lo, first_hi = visible_keys(position(row, q_at), mask, b)
+    last_lo, last_hi = visible_keys(position(tile_end - 1, q_at), mask, b)
+    begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, origin, BLOCK_N, LOW_BOUND)
+    return tile_end, origin, begin, full_begin, full_end, end
 
 
 @gluon.jit
-def publish(queue, i, tile):
-    """Tells the consumers about the i-th tile of queries of this program, in nine numbers."""
+def publish_tile(queue, i, tile):
+    """Publish query tile i of this thread block to the consumers: nine int32 in a slot of sixteen."""
     next_tile, next_full, next_free = queue
-    place = wait_free(next_free, i, 2)  # of two, of sixteen numbers each
+    slot = wait_free(next_free, i, 2)
     for n in gl.static_range(9):
-        next_tile.index(place * 16 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(next_full.index(place), count=1)
+        next_tile.index(slot * 16 + n).store(gl.full([1], tile[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_full.index(slot), count=1)
 
 
 @gluon.jit
-def receive(queue, i, DOCUMENTS: gl.constexpr, IN_STEP: gl.constexpr):
-    """To a consumer: (row behind the tile, 0 if there is none; batch, head, first row; tiles of keys, and their first row)."""
+def receive_tile(queue, i, DOCUMENTS: gl.constexpr, IN_STEP: gl.constexpr):
+    """Return (end row, or 0 after the last tile; batch, head, first row; tile_range of keys; first row of key tile 0)."""
     next_tile, next_full, next_free = queue
-    place = wait_full(next_full, i, 2)
-    at = place * 16
-    origin = number(next_tile, at + 8) if DOCUMENTS else 0
-    until, b, h, row = number(next_tile, at), number(next_tile, at + 1), number(next_tile, at + 2), number(next_tile, at + 3)
-    begin, full = number(next_tile, at + 4), number(next_tile, at + 5)
-    rest, end = number(next_tile, at + 6), number(next_tile, at + 7)
-    arrive(next_free.index(place), IN_STEP)
-    return until, b, h, row, begin, full, rest, end, origin
+    slot = wait_full(next_full, i, 2)
+    offset = slot * 16
+    origin = load_int(next_tile, offset + 8) if DOCUMENTS else 0
+    tile_end, b = load_int(next_tile, offset), load_int(next_tile, offset + 1)
+    h, row = load_int(next_tile, offset + 2), load_int(next_tile, offset + 3)
+    begin, full_begin = load_int(next_tile, offset + 4), load_int(next_tile, offset + 5)
+    full_end, end = load_int(next_tile, offset + 6), load_int(next_tile, offset + 7)
+    arrive(next_free.index(slot), IN_STEP)
+    return tile_end, b, h, row, begin, full_begin, full_end, end, origin

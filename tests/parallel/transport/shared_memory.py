@@ -1,9 +1,10 @@
-"""Symmetric memory for ranks without GPUs: files that all of them map. Enough of its interface for `parallel.copy_engines`.
+"""Symmetric memory and signals for ranks without GPUs: files that all ranks map, with the interface that `copy_engine` uses.
 
-It shows what copy engines bring to whom, from where and after which signal; streams only a GPU can show. Memory is
-filled with NaN, one rank may be slow to copy, and a wait for a signal waits here and now.
+This tests source and target of each copy, and the signal before it. Streams need a GPU or the stream simulator: here a wait
+for a signal blocks the rank. Memory is filled with NaN, and the copies of one rank may be slow.
 """
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -18,11 +19,13 @@ from torch import Tensor
 from ringspan.parallel import ring_attention
 from ringspan.parallel.transport import copy_engine
 
-_paths: dict[int, str] = {}
-slow_rank: int | None = None  # its copies come late
+_paths: dict[int, str] = {}  # by id of a tensor that waits for its rendezvous
+slow_rank: int | None = None
 
 
 class Handle:
+    """The buffers of all ranks."""
+
     def __init__(self, paths: list[str], group: dist.ProcessGroup) -> None:
         self.group = group
         self.memory = [torch.from_file(path, shared=True, size=Path(path).stat().st_size, dtype=torch.uint8) for path in paths]
@@ -36,7 +39,7 @@ class Handle:
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     path = tempfile.NamedTemporaryFile(prefix="ringspan-", delete=False).name  # noqa: SIM115
-    memory = torch.from_file(path, shared=True, size=size, dtype=dtype).fill_(255)  # NaN in every type of floats
+    memory = torch.from_file(path, shared=True, size=size, dtype=dtype).fill_(255)  # NaN in every floating-point type
     _paths[id(memory)] = path
     return memory
 
@@ -46,58 +49,63 @@ def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
     dist.all_gather_object(paths, _paths[id(memory)], group=group)
     handle = Handle(paths, group)
     dist.barrier(group=group)
-    Path(_paths.pop(id(memory))).unlink()  # mapped by all: it goes when they do
+    Path(_paths.pop(id(memory))).unlink()  # all ranks have mapped it, so it lives until they unmap it
     return handle
 
 
 class SharedMemorySignals:
+    """Implementation of GpuSignals that writes and polls counters in shared memory."""
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         counts = empty(4 * group.size() * 8, torch.uint8, device)
-        self.mine = counts.zero_().view(torch.int64).view(4, -1)
+        self.local_counts = counts.zero_().view(torch.int64).view(4, -1)
         handle = rendezvous(counts, group)
-        self.all = [handle.get_buffer(rank, tuple(self.mine.shape), torch.int64) for rank in range(group.size())]
+        shape = tuple(self.local_counts.shape)
+        self.counts = [handle.get_buffer(rank, shape, torch.int64) for rank in range(group.size())]
         self.rank = group.rank()
 
-    def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
+    def signal(self, kind: int, count: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            assert count > self.all[rank][what, self.rank], "a count only grows"
-            self.all[rank][what, self.rank] = count
+            assert count > self.counts[rank][kind, self.rank], "counts only grow"
+            self.counts[rank][kind, self.rank] = count
 
-    def meet(self, what: int, count: int, told: Iterable[int], awaited: Iterable[int]) -> None:
-        self.tell(what, count, told)
-        self.wait(what, count, awaited)
+    def signal_and_wait(self, kind: int, count: int, targets: Iterable[int], sources: Iterable[int]) -> None:
+        self.signal(kind, count, targets)
+        self.wait(kind, count, sources)
 
-    def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
-        begun = time.monotonic()
+    def wait(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+        start = time.monotonic()
         for rank in ranks:
             assert rank != self.rank
-            while self.mine[what, rank] < count:
-                assert time.monotonic() - begun < 60, f"signal {what} of rank {rank} never came to {count}"
+            while self.local_counts[kind, rank] < count:
+                assert time.monotonic() - start < 60, f"signal {kind} of rank {rank} has not reached {count}"
                 time.sleep(1e-4)
 
 
-def copy(places: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     if dist.get_rank() == slow_rank:
         time.sleep(0.02)
-    for place, source in zip(places, sources, strict=True):
-        place.copy_(source)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 @contextmanager
-def installed(slow: int | None = None) -> Iterator[None]:
+def patched_copy_engine(slow: int | None = None) -> Iterator[None]:
+    """Make the copy engine transport use this module; the copies of rank `slow` are slow."""
     global slow_rank
     slow_rank = slow
-    fakes = [
-        (copy_engine, "symmetric_memory", __import__(__name__, fromlist=["empty"])),
+    replacements = [
+        (copy_engine, "symmetric_memory", sys.modules[__name__]),
         (copy_engine, "GpuSignals", SharedMemorySignals),
+        (copy_engine, "copy", copy),
+        (copy_engine, "synchronize", lambda device: None),
+        (ring_attention, "choose_transport", lambda name, *_: name),
     ]
-    fakes += [(copy_engine, "copy", copy), (copy_engine, "settle", lambda device: None)]
-    fakes += [(ring_attention, "choose_transport", lambda name, *_: name)]
-    saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
-    for module, name, fake in fakes:
-        setattr(module, name, fake)
+    originals = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    for module, name, replacement in replacements:
+        setattr(module, name, replacement)
     try:
         yield
     finally:
-        for module, name, right in saved:
-            setattr(module, name, right)
+        for module, name, original in originals:
+            setattr(module, name, original)

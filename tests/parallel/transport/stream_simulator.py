@@ -1,9 +1,9 @@
-"""GPUs without GPUs: ranks of one process whose work waits on streams and is then done in any order that streams allow.
+"""Stream simulator: ranks of one process whose operations run in any order that streams, events and signals allow.
 
-A GPU's host only gives orders. Here too: each rank's program runs to its end while every operation on memory is put off, with
-the stream it was given to. Then a random one of the streams that may go on does its next operation, until all are through;
-one of them only goes on when no other can. What no event and no signal keeps in order comes out wrong: memory starts as NaN,
-and becomes NaN once more where the stream comes by that it was made on, which may have used it for something else until then.
+Each rank's program runs to its end first, as the host of a GPU does: every operation on memory is enqueued on its stream
+instead. Then the next operation of a random stream that is ready runs, until all queues are empty. One stream runs only when no
+other one is ready. A missing event or signal therefore shows as a wrong result. Memory starts as NaN. It becomes NaN again when
+the stream that allocated it reaches the allocation, because its previous tensor may be in use until then.
 """
 
 import random
@@ -22,45 +22,48 @@ from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel import gradient_return, ring
 from ringspan.parallel.transport import copy_engine
 
-Stream = tuple[int, str]  # a rank's
+Stream = tuple[int, str]  # rank, name
+Event = list[bool]  # not empty once the event has completed
 
 
 class SimulatedMachine:
-    """Streams of all ranks. An order is (run, ready): it is done when it is the first of its stream and ready."""
+    """Streams of all ranks. A queue entry is (run, is_ready): it runs when it is the first of its stream and ready."""
 
     def __init__(self, ranks: int, seed: int) -> None:
         self.ranks, self.random = ranks, random.Random(seed)
         self.queues: dict[Stream, deque[tuple[Callable[[], Any], Callable[[], bool]]]] = {}
         self.current: Stream = 0, "kernels"
-        self.shown: dict[int, list[Tensor]] = {}  # symmetric memory, in the order in which it is made
-        self.made = [0] * ranks
-        self.told: Counter[tuple[int, int, int]] = Counter()  # what they count, from whom, to whom
+        self.symmetric_memory: dict[int, list[Tensor]] = {}  # of all ranks, by order of allocation
+        self.num_allocations = [0] * ranks
+        self.signals: Counter[tuple[int, int, int]] = Counter()  # counts by kind, source rank, target rank
 
-    def give(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True, stream: Stream | None = None) -> None:
-        self.queues.setdefault(stream or self.current, deque()).append((run, ready))
+    def enqueue(
+        self, run: Callable[[], Any], is_ready: Callable[[], bool] = lambda: True, stream: Stream | None = None
+    ) -> None:
+        self.queues.setdefault(stream or self.current, deque()).append((run, is_ready))
 
-    def record(self, stream: Stream) -> list[bool]:
-        passed: list[bool] = []
-        self.give(lambda: passed.append(True), stream=stream)
-        return passed
+    def record(self, stream: Stream) -> Event:
+        event: Event = []
+        self.enqueue(lambda: event.append(True), stream=stream)
+        return event
 
-    def wait(self, stream: Stream, event: list[bool]) -> None:
-        self.give(lambda: None, lambda: bool(event), stream)
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.enqueue(lambda: None, lambda: bool(event), stream)
 
-    def run(self, held: bool = False) -> None:
-        """To the end, or as far as streams come while an order is held that is never ready."""
+    def run(self, may_stall: bool = False) -> None:
+        """Run all operations; with `may_stall`, as many as can run while some are never ready."""
         late = self.random.choice(list(self.queues))
-        while waiting := [stream for stream, queue in self.queues.items() if queue]:
-            able = [stream for stream in waiting if self.queues[stream][0][1]()]
-            if held and not able:
+        while pending := [stream for stream, queue in self.queues.items() if queue]:
+            ready = [stream for stream in pending if self.queues[stream][0][1]()]
+            if may_stall and not ready:
                 return
-            assert able, "all streams wait for each other"
-            chosen = self.random.choice([stream for stream in able if stream != late] or able)
+            assert ready, "all streams wait for each other"
+            chosen = self.random.choice([stream for stream in ready if stream != late] or ready)
             self.queues[chosen].popleft()[0]()
 
 
-class PutOff(TorchDispatchMode):
-    """Operations on memory become orders; views and new memory are there at once."""
+class EnqueueOperations(TorchDispatchMode):
+    """Enqueues operations on memory; creates views and new tensors at once."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__()
@@ -70,38 +73,38 @@ class PutOff(TorchDispatchMode):
         kwargs = kwargs or {}
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if written:
-            self.machine.give(lambda: func(*args, **kwargs))
+            self.machine.enqueue(lambda: func(*args, **kwargs))
             return kwargs.get("out", args[0])
         result = func(*args, **kwargs)
         if any(r.alias_info is not None for r in func._schema.returns):
             return result
-        result.born_on = self.machine.current  # whose memory it is when it is given back
+        result.allocated_on = self.machine.current  # the stream that may reuse the memory when it is freed
         if "empty" in func.__name__:
-            if result.is_floating_point():  # the allocator gives what its stream may be using still, for something else
+            if result.is_floating_point():  # the allocator returns memory that its stream may still use for a freed tensor
                 memory = result.fill_(torch.nan).detach()
-                self.machine.give(lambda: memory.fill_(torch.nan))
+                self.machine.enqueue(lambda: memory.fill_(torch.nan))
             return result
-        self.machine.give(lambda: result.copy_(func(*args, **kwargs)))
+        self.machine.enqueue(lambda: result.copy_(func(*args, **kwargs)))
         return result
 
 
-def nans(count: int) -> Tensor:
+def nan_bytes(count: int) -> Tensor:
     return torch.frombuffer(bytearray(b"\xff") * count, dtype=torch.uint8)
 
 
 @contextmanager
-def installed(machine: SimulatedMachine, in_memory: bool) -> Iterator[None]:
-    """`parallel.copy_engines`, the ring and what moves gradients home, given to the machine's streams.
+def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[None]:
+    """Run the ring, the gradient return and the copy engine transport on the machine's streams.
 
-    Kernels may leave additions to dq to the memory, and then several add to it at a time.
+    With `is_atomic` kernels add to dq atomically, and several do so concurrently.
     """
 
     class SimulatedSideStream:
-        def __init__(self, device: torch.device, use: str, priority: int = -3) -> None:
+        def __init__(self, device: torch.device, name: str, priority: int = -3) -> None:
             self.caller = machine.current
-            self.stream = self.caller[0], f"{use} beside {self.caller[1]}"
+            self.stream = self.caller[0], f"{name} of {self.caller[1]}"
 
-        def follow(self) -> None:
+        def wait_for_caller(self) -> None:
             assert machine.current == self.caller
             machine.wait(self.stream, machine.record(self.caller))
 
@@ -112,32 +115,32 @@ def installed(machine: SimulatedMachine, in_memory: bool) -> Iterator[None]:
             yield
             machine.current = self.caller
 
-        def behind(self, other: Stream | None) -> Stream:
-            if other is not None and other != self.caller:
-                machine.wait(self.caller, machine.record(other))
+        def order_caller_after(self, previous: Stream | None) -> Stream:
+            if previous is not None and previous != self.caller:
+                machine.wait(self.caller, machine.record(previous))
             return self.caller
 
-        def mark(self) -> SimpleNamespace:
+        def record(self) -> SimpleNamespace:
             event = machine.record(self.stream)
             return SimpleNamespace(wait=lambda: machine.wait(machine.current, event))
 
-        def waiting_for(self, event: SimpleNamespace) -> Callable[[], None]:
+        def wait_for(self, event: SimpleNamespace) -> Callable[[], None]:
             return event.wait
 
-        def done(self) -> Callable[[], None]:
-            return self.waiting_for(self.mark())
+        def completion(self) -> Callable[[], None]:
+            return self.wait_for(self.record())
 
         def join(self) -> None:
-            self.done()()
+            self.completion()()
 
     def rendezvous(memory: Tensor, group: Any) -> SimpleNamespace:
         rank = machine.current[0]
-        index, machine.made[rank] = machine.made[rank], machine.made[rank] + 1
-        everyone = machine.shown.setdefault(index, [nans(memory.numel()) for _ in range(machine.ranks)])
+        index, machine.num_allocations[rank] = machine.num_allocations[rank], machine.num_allocations[rank] + 1
+        buffers = machine.symmetric_memory.setdefault(index, [nan_bytes(memory.numel()) for _ in range(machine.ranks)])
 
-        def get_buffer(owner: int, shape: tuple[int, ...], dtype: torch.dtype, begin: int) -> Tensor:
+        def get_buffer(owner: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
             count = torch.Size(shape).numel()
-            return everyone[owner].view(dtype)[begin : begin + count].view(shape)
+            return buffers[owner].view(dtype)[offset : offset + count].view(shape)
 
         return SimpleNamespace(get_buffer=get_buffer)
 
@@ -145,63 +148,65 @@ def installed(machine: SimulatedMachine, in_memory: bool) -> Iterator[None]:
         def __init__(self, group: Any, device: torch.device) -> None:
             self.rank = machine.current[0]
 
-        def tell(self, what: int, count: int, ranks: Iterable[int]) -> None:
+        def signal(self, kind: int, count: int, ranks: Iterable[int]) -> None:
             def run() -> None:
-                for other in ranks:
-                    machine.told[what, self.rank, other] = count
+                for target in ranks:
+                    machine.signals[kind, self.rank, target] = count
 
-            machine.give(run)
+            machine.enqueue(run)
 
-        def meet(self, what: int, count: int, told: Iterable[int], awaited: Iterable[int]) -> None:
-            self.tell(what, count, told)
-            self.wait(what, count, awaited)
+        def signal_and_wait(self, kind: int, count: int, targets: Iterable[int], sources: Iterable[int]) -> None:
+            self.signal(kind, count, targets)
+            self.wait(kind, count, sources)
 
-        def wait(self, what: int, count: int, ranks: Iterable[int]) -> None:
-            whose = [(what, other, self.rank) for other in ranks]
-            machine.give(lambda: None, lambda: all(machine.told[key] >= count for key in whose))
+        def wait(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+            keys = [(kind, source, self.rank) for source in ranks]
+            machine.enqueue(lambda: None, lambda: all(machine.signals[key] >= count for key in keys))
 
-    def delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
+    def simulated_delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
         result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
-        machine.give(lambda: result.copy_(output_delta(dout, out, *args, **options)))
+        machine.enqueue(lambda: result.copy_(output_delta(dout, out, *args, **options)))
         return result
 
-    def put_off(kernel: Callable[..., Any]) -> Callable[..., None]:
-        return lambda *args, **options: machine.give(lambda: kernel(*args, **options))
+    def simulated_forward(*args: Any, **options: Any) -> None:
+        machine.enqueue(lambda: block_forward(*args, **options))
 
-    def backward(*args: Any, **options: Any) -> None:
-        """In two orders, as a kernel reads early what it adds to and writes it late: what comes between is lost."""
+    def simulated_backward(*args: Any, **options: Any) -> None:
+        """Two operations: a kernel reads early what it adds to and writes it late, so a write between them is lost."""
         inputs, gradients, rest = args[:9], args[9:12], args[12:]
         sums: list[Tensor] = []
-        added = gradients[:1] if in_memory and options["accumulate"] else ()
+        atomic = gradients[:1] if is_atomic and options["accumulate"] else ()
 
         def read() -> None:
-            sums.extend(torch.zeros_like(x) if any(x is y for y in added) else x.clone() for x in gradients)
+            sums.extend(torch.zeros_like(x) if any(x is y for y in atomic) else x.clone() for x in gradients)
             block_backward(*inputs, *sums, *rest, **options)
 
         def write() -> None:
             for x, y in zip(gradients, sums, strict=True):
-                x.copy_(x + y if any(x is z for z in added) else y)
+                x.copy_(x + y if any(x is z for z in atomic) else y)
 
-        machine.give(read)
-        machine.give(write)
+        machine.enqueue(read)
+        machine.enqueue(write)
 
-    fakes: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (module, "SideStream", SimulatedSideStream) for module in (copy_engine, gradient_return, ring)
     ]
-    fakes += [(ring, "adds_in_memory", lambda *_, **__: in_memory)]
-    fakes += [(ring, "output_delta", delta), (ring, "block_forward", put_off(block_forward))]
-    fakes += [(ring, "block_backward", backward), (copy_engine, "settle", lambda device: None)]
-    fakes += [
+    replacements += [
+        (ring, "adds_dq_atomically", lambda *_, **__: is_atomic),
+        (ring, "output_delta", simulated_delta),
+        (ring, "block_forward", simulated_forward),
+        (ring, "block_backward", simulated_backward),
+        (copy_engine, "synchronize", lambda device: None),
         (copy_engine, "GpuSignals", SimulatedSignals),
         (copy_engine, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
+        (copy_engine, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous)),
     ]
-    fakes += [(copy_engine, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous))]
-    saved = [(module, name, getattr(module, name)) for module, name, _ in fakes]
-    for module, name, fake in fakes:
-        setattr(module, name, fake)
+    originals = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    for module, name, replacement in replacements:
+        setattr(module, name, replacement)
     try:
-        with PutOff(machine):
+        with EnqueueOperations(machine):
             yield
     finally:
-        for module, name, right in saved:
-            setattr(module, name, right)
+        for module, name, original in originals:
+            setattr(module, name, original)

@@ -1,4 +1,4 @@
-"""Signals write into and wait for the right places of memory, as the driver is told to."""
+"""GPU signals: addresses and values of the stream memory operations, with a driver that executes them at once."""
 
 import ctypes
 from types import SimpleNamespace
@@ -12,30 +12,32 @@ from ringspan.parallel.transport.gpu_signals import GRADS_READY, SLOT_FREE, WAIT
 RANKS = 3
 
 
-class Missing(Exception):
-    """A wait that would not end."""
+class EndlessWait(Exception):
+    """A wait whose signal is missing."""
 
 
 @pytest.fixture
-def everyone(monkeypatch: pytest.MonkeyPatch) -> list[GpuSignals]:
-    """Each rank's signals, with a driver that does at once what it is told."""
+def signals_of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[GpuSignals]:
+    """The signals of each rank."""
     memory = [torch.full((4, RANKS), -1, dtype=torch.int32) for _ in range(RANKS)]
     handle = SimpleNamespace(get_buffer=lambda rank, size, dtype: memory[rank].view(size))
-    made = iter(memory)
-    fake = SimpleNamespace(empty=lambda size, dtype, device: next(made), rendezvous=lambda mine, group: handle)
+    allocations = iter(memory)
+    symmetric_memory = SimpleNamespace(
+        empty=lambda size, dtype, device: next(allocations), rendezvous=lambda memory, group: handle
+    )
 
-    def driver(stream: int, count: int, orders: ctypes.Array, flags: int) -> int:
-        assert (stream, count, flags) == (5, len(orders), 0) and ctypes.sizeof(orders) == 48 * count
-        for order in orders:
-            there = ctypes.c_int32.from_address(order.address)
-            assert (order.flags, order.alias) == (0, 0)
-            if order.operation == WRITE:
-                there.value = order.count
-            elif order.operation == WAIT and there.value < order.count:
-                raise Missing
+    def driver(stream: int, count: int, operations: ctypes.Array, flags: int) -> int:
+        assert (stream, count, flags) == (5, len(operations), 0) and ctypes.sizeof(operations) == 48 * count
+        for operation in operations:
+            counter = ctypes.c_int32.from_address(operation.address)
+            assert (operation.flags, operation.alias) == (0, 0)
+            if operation.operation == WRITE:
+                counter.value = operation.count
+            elif operation.operation == WAIT and counter.value < operation.count:
+                raise EndlessWait
         return 0
 
-    monkeypatch.setattr(gpu_signals, "symmetric_memory", fake)
+    monkeypatch.setattr(gpu_signals, "symmetric_memory", symmetric_memory)
     monkeypatch.setattr(gpu_signals, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
@@ -45,46 +47,45 @@ def everyone(monkeypatch: pytest.MonkeyPatch) -> list[GpuSignals]:
     ]
 
 
-def ends(one: GpuSignals, what: int, count: int, *ranks: int) -> bool:
-    """Whether its wait for these ranks does."""
+def wait_ends(signals: GpuSignals, kind: int, count: int, *ranks: int) -> bool:
     try:
-        one.wait(what, count, ranks)
-    except Missing:
+        signals.wait(kind, count, ranks)
+    except EndlessWait:
         return False
     return True
 
 
-def test_who_was_told_need_not_wait(everyone: list[GpuSignals]) -> None:
+def test_a_wait_ends_after_the_signal(signals_of_ranks: list[GpuSignals]) -> None:
     for count in (1, 2):
-        assert not ends(everyone[1], GRADS_READY, count, 0)
-        everyone[0].tell(GRADS_READY, count, (1, 2))
-        assert ends(everyone[1], GRADS_READY, count, 0) and ends(everyone[2], GRADS_READY, count, 0)
-        assert ends(everyone[2], GRADS_READY, count - 1, 0)
+        assert not wait_ends(signals_of_ranks[1], GRADS_READY, count, 0)
+        signals_of_ranks[0].signal(GRADS_READY, count, (1, 2))
+        assert wait_ends(signals_of_ranks[1], GRADS_READY, count, 0) and wait_ends(signals_of_ranks[2], GRADS_READY, count, 0)
+        assert wait_ends(signals_of_ranks[2], GRADS_READY, count - 1, 0)
 
 
-def test_nobody_else_is_told(everyone: list[GpuSignals]) -> None:
-    for one in everyone:  # all begin with 0
-        assert ends(one, GRADS_READY, 0, *(rank for rank in range(RANKS) if rank != one.rank))
-    everyone[0].tell(GRADS_READY, 3, (1,))
-    assert not ends(everyone[2], GRADS_READY, 1, 0)
-    assert not ends(everyone[1], SLOT_FREE, 1, 0)
-    assert not ends(everyone[1], GRADS_READY, 4, 0)
-    assert not ends(everyone[1], GRADS_READY, 3, 0, 2)
-    assert ends(everyone[1], GRADS_READY, 3, 0) and ends(everyone[1], GRADS_READY, 9)
+def test_a_signal_reaches_its_targets_only(signals_of_ranks: list[GpuSignals]) -> None:
+    for signals in signals_of_ranks:  # all counters start at 0
+        assert wait_ends(signals, GRADS_READY, 0, *(rank for rank in range(RANKS) if rank != signals.rank))
+    signals_of_ranks[0].signal(GRADS_READY, 3, (1,))
+    assert not wait_ends(signals_of_ranks[2], GRADS_READY, 1, 0)
+    assert not wait_ends(signals_of_ranks[1], SLOT_FREE, 1, 0)
+    assert not wait_ends(signals_of_ranks[1], GRADS_READY, 4, 0)
+    assert not wait_ends(signals_of_ranks[1], GRADS_READY, 3, 0, 2)
+    assert wait_ends(signals_of_ranks[1], GRADS_READY, 3, 0) and wait_ends(signals_of_ranks[1], GRADS_READY, 9)
 
 
-def test_who_meets_tells_before_it_waits(everyone: list[GpuSignals]) -> None:
-    with pytest.raises(Missing):
-        everyone[0].meet(GRADS_READY, 1, (1, 2), (1,))
-    everyone[1].meet(GRADS_READY, 1, (0,), (0,))
-    everyone[0].meet(GRADS_READY, 1, (1, 2), (1,))
-    assert not ends(everyone[0], GRADS_READY, 1, 2)
+def test_signal_and_wait_signals_first(signals_of_ranks: list[GpuSignals]) -> None:
+    with pytest.raises(EndlessWait):
+        signals_of_ranks[0].signal_and_wait(GRADS_READY, 1, (1, 2), (1,))
+    signals_of_ranks[1].signal_and_wait(GRADS_READY, 1, (0,), (0,))
+    signals_of_ranks[0].signal_and_wait(GRADS_READY, 1, (1, 2), (1,))
+    assert not wait_ends(signals_of_ranks[0], GRADS_READY, 1, 2)
 
 
 @pytest.mark.parametrize("status, words", [(801, "error 801, use transport='p2p'"), (700, "error 700, perhaps an earlier")])
-def test_what_the_driver_refuses_is_an_error(
-    everyone: list[GpuSignals], status: int, words: str, monkeypatch: pytest.MonkeyPatch
+def test_driver_errors_name_a_remedy(
+    signals_of_ranks: list[GpuSignals], status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_signals, "_driver", lambda: lambda *_: status)
     with pytest.raises(RuntimeError, match=words):
-        everyone[0].tell(GRADS_READY, 1, (1,))
+        signals_of_ranks[0].signal(GRADS_READY, 1, (1,))

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are told, as far as that can be looked at without one."""
+"""Host code of the Hopper kernels: TMA descriptors, tile order, document tiles and concurrent heads."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan import Mask
 from ringspan.kernels.backends.hopper import common as hopper_common
-from ringspan.kernels.backends.hopper import forward_producer as hopper_fetch
-from ringspan.kernels.backends.hopper.arguments import descriptor, heads_together
-from ringspan.kernels.backends.hopper.backward_dq import apart
-from ringspan.kernels.backends.hopper.common import fetchable
+from ringspan.kernels.backends.hopper import forward_producer as forward_producer
+from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent_heads
+from ringspan.kernels.backends.hopper.backward_dq import staggered_layout
+from ringspan.kernels.backends.hopper.common import tma_readable
 from ringspan.kernels.backends.triton.arguments import mask_argument
 from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 from tests.kernels.backends.hopper.emulator.values import EmulatedTensor
@@ -22,22 +22,23 @@ from tests.kernels.backends.hopper.emulator.values import EmulatedTensor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(2, 48, 4, 64), (1, 48, 1, 128)])
-def test_a_descriptor_is_what_triton_would_make(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """(batch, head, row, column) of a part of a tensor, and for a dimension of size 1 a stride that the TMA takes."""
+def test_descriptor_equals_tritons(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """For a slice of a tensor; a dimension of size 1 gets a stride that the TMA accepts."""
     batch, rows, heads, width = shape
-    packed = torch.zeros(batch, 2 * rows, heads, 2 * width, dtype=dtype)
-    one, other = packed[:, :rows, :, :width], packed[:, rows:, :, width:]
-    strides = [one.stride(dim) if one.shape[dim] > 1 else 64 for dim in (0, 2, 1)]
+    tensor = torch.zeros(batch, 2 * rows, heads, 2 * width, dtype=dtype)
+    left, right = tensor[:, :rows, :, :width], tensor[:, rows:, :, width:]
+    strides = [left.stride(dim) if left.shape[dim] > 1 else 64 for dim in (0, 2, 1)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
-    for x in (one, other):
-        made = descriptor(x, 40, 32, 64)
-        wanted = TensorDescriptor(x, [batch, heads, 40, width], [*strides, 1], [1, 1, 32, 64], layout)
-        assert type(made) is TensorDescriptor and vars(made).keys() == vars(wanted).keys()
-        assert made.base is x
-        assert {k: v for k, v in vars(made).items() if k != "base"} == {k: v for k, v in vars(wanted).items() if k != "base"}
+    for view in (left, right):
+        result = descriptor(view, 40, 32, 64)
+        expected = TensorDescriptor(view, [batch, heads, 40, width], [*strides, 1], [1, 1, 32, 64], layout)
+        assert type(result) is TensorDescriptor and vars(result).keys() == vars(expected).keys()
+        assert result.base is view
+        fields, expected_fields = ({k: v for k, v in vars(x).items() if k != "base"} for x in (result, expected))
+        assert fields == expected_fields
 
 
-def test_a_descriptor_of_what_the_tma_cannot_read_is_refused() -> None:
+def test_descriptor_rejects_tensors_that_the_tma_cannot_read() -> None:
     x = torch.zeros(1, 48, 2, 72, dtype=torch.bfloat16)
     descriptor(x, 48, 32, 64)
     with pytest.raises(AssertionError, match="16-byte"):
@@ -46,55 +47,57 @@ def test_a_descriptor_of_what_the_tma_cannot_read_is_refused() -> None:
         descriptor(torch.zeros(1, 48, 2, 71, dtype=x.dtype), 48, 32, 64)
 
 
-def test_what_the_tma_cannot_read_is_copied() -> None:
+def test_tma_readable_copies_only_what_the_tma_cannot_read() -> None:
     x = torch.randn(2, 9, 4, 64, dtype=torch.bfloat16)
     views = x[:, :, :1].expand(-1, -1, 4, -1), x.transpose(1, 3), x[:, :, :, 1:57], x[:, 1:].transpose(1, 2)
     for view, copied in zip(views, (True, True, True, False), strict=True):
-        read = fetchable(view)
-        assert (read is not view) == copied and torch.equal(read, view)
-        assert read.stride(3) == 1 and 0 not in read.stride() and read.data_ptr() % 16 == 0
+        result = tma_readable(view)
+        assert (result is not view) == copied and torch.equal(result, view)
+        assert result.stride(3) == 1 and 0 not in result.stride() and result.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("width", [32, 64])
-def test_dq_tiles_are_written_without_conflicts_of_banks(width: int) -> None:
-    """The TMA's order (128 bytes swizzled), but for the columns of odd rows; and half a warp's stores meet in no bank."""
-    bits = apart(width).offset_bases
-    place = {}
+def test_dq_tiles_are_stored_without_bank_conflicts(width: int) -> None:
+    """The layout is the TMA's (128-byte swizzle) with swapped columns in odd rows; half a warp's stores use distinct banks."""
+    bits = staggered_layout(width).offset_bases
+    address_of = {}
     for address in range(64 * width):
         row = column = 0
         for bit, (row_bit, column_bit) in enumerate(bits):
             if address >> bit & 1:
                 row, column = row ^ row_bit, column ^ column_bit
-        place[row, column] = address
-    assert len(place) == 64 * width
-    for (row, column), address in place.items():
-        stands = column ^ 16 * (row % 2)
-        chunk = stands % 32 // 4 ^ row % 8  # of four columns, 16 bytes
-        assert address == stands // 32 * 64 * 32 + row * 32 + chunk * 4 + stands % 4
-    for first_row in range(0, 64, 4):  # of four rows, and two columns of a thread, four threads side by side
+        address_of[row, column] = address
+    assert len(address_of) == 64 * width
+    for (row, column), address in address_of.items():
+        stored_column = column ^ 16 * (row % 2)
+        bank_group = stored_column % 32 // 4 ^ row % 8  # of four columns, 16 bytes
+        assert address == stored_column // 32 * 64 * 32 + row * 32 + bank_group * 4 + stored_column % 4
+    for first_row in range(0, 64, 4):  # four rows of four threads with two columns each
         for first in range(0, width, 8):
-            banks = {place[first_row + r, first + c] % 32 for r in range(4) for c in range(8)}
+            banks = {address_of[first_row + r, first + c] % 32 for r in range(4) for c in range(8)}
             assert len(banks) == 32
 
 
-@pytest.mark.parametrize("num_tiles, num_sequences, together", [(1, 1, 1), (1, 5, 2), (2, 3, 8), (7, 10, 4), (16, 24, 8)])
-def test_tiles_are_given_out_once_and_heaviest_first(
-    num_tiles: int, num_sequences: int, together: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "num_tiles, num_sequences, concurrent_heads", [(1, 1, 1), (1, 5, 2), (2, 3, 8), (7, 10, 4), (16, 24, 8)]
+)
+def test_tiles_are_scheduled_once_and_heaviest_first(
+    num_tiles: int, num_sequences: int, concurrent_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minimum=min)
-    monkeypatch.setattr(hopper_common, "gl", numbers)
-    everything = list(range(num_tiles * num_sequences))
-    for last_apart in (False, True):
-        order = [hopper_common.in_turn.fn(n, num_tiles, num_sequences, together, last_apart) for n in everything]
+    language = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minimum=min)
+    monkeypatch.setattr(hopper_common, "gl", language)
+    indices = list(range(num_tiles * num_sequences))
+    for defer_last in (False, True):
+        order = [hopper_common.scheduled_tile.fn(n, num_tiles, num_sequences, concurrent_heads, defer_last) for n in indices]
         assert sorted(order) == list(itertools.product(range(num_sequences), range(num_tiles)))
-        for sequence in range(num_sequences):  # a deterministic backward counts on it
-            assert [turn for which, turn in order if which == sequence] == list(range(num_tiles))
-        groups = range(0, num_sequences, together)
-        for first in groups:  # within a group all heads' tiles of one turn come before those of the next
-            turns = [turn for sequence, turn in order if first <= sequence < first + together]
-            assert turns == sorted(turns)
-        apart = [sequence for sequence, turn in order[-num_sequences:] if turn == num_tiles - 1]
-        assert not last_apart or apart == list(range(num_sequences))
+        for sequence in range(num_sequences):  # a deterministic backward relies on this order
+            assert [tile for other_sequence, tile in order if other_sequence == sequence] == list(range(num_tiles))
+        groups = range(0, num_sequences, concurrent_heads)
+        for first in groups:  # within a group tile i of all heads precedes tile i + 1
+            tiles_in_order = [tile for sequence, tile in order if first <= sequence < first + concurrent_heads]
+            assert tiles_in_order == sorted(tiles_in_order)
+        deferred = [sequence for sequence, tile in order[-num_sequences:] if tile == num_tiles - 1]
+        assert not defer_last or deferred == list(range(num_sequences))
 
 
 @pytest.mark.parametrize("rows", [128, 192])
@@ -103,26 +106,27 @@ def test_tiles_are_given_out_once_and_heaviest_first(
     [(7001, 913, 4520, 2847, 1103), (1000,), (128, 384, 512), (1, 1, 1, 300, 2, 127, 129, 5, 64), (3,) * 100, (0,)],
     ids=str,
 )
-def test_tiles_of_queries_begin_where_documents_do(lengths: tuple[int, ...], rows: int) -> None:
-    """Every row has one tile; a document's own tiles see no other, and of their keys' tiles only the last needs the compare."""
+def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: int) -> None:
+    """Each row is in one tile. Full tiles of a document see no other document, and only their last key tile is partial."""
     mask, total, keys = Mask.from_lengths(lengths, causal=True), sum(lengths), 128
     at, num_tiles = (0, 1, total, None, None, None), -(-total // rows)
-    machine = EmulatedGPU(seed=0, programs=1, instead={})
-    piece, what_is_seen = machine.meant(hopper_fetch.piece), machine.meant(hopper_fetch.what_is_seen)
+    machine = EmulatedGPU(seed=0, num_blocks=1, overrides={})
+    work_piece = machine.translate(forward_producer.work_piece)
+    visible_key_tiles = machine.translate(forward_producer.visible_key_tiles)
     tiles = {}
 
-    def look_up(work: Any) -> None:
+    def collect_tiles(work: Any) -> None:
         for index in range(num_tiles):
-            b, _, row, behind = piece(EmulatedTensor(torch.tensor(index)), work, rows)
-            while row < behind:
-                until, *seen = what_is_seen(b, row, behind, work, rows, keys)
-                tiles[int(row)] = tuple(int(x) for x in (until, *seen))
-                row = until
+            b, _, row, piece_end = work_piece(EmulatedTensor(torch.tensor(index)), work, rows)
+            while row < piece_end:
+                tile_end, *key_tiles = visible_key_tiles(b, row, piece_end, work, rows, keys)
+                tiles[int(row)] = tuple(int(x) for x in (tile_end, *key_tiles))
+                row = tile_end
 
-    machine.run(look_up, dict(work=(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
-    ends = sorted(until for until, *_ in tiles.values())
+    machine.run(collect_tiles, dict(work=(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
+    ends = sorted(tile_end for tile_end, *_ in tiles.values())
     assert [0, *ends] == [*sorted(tiles), total]
-    assert all(row < until <= row + rows for row, (until, *_) in tiles.items())
+    assert all(row < tile_end <= row + rows for row, (tile_end, *_) in tiles.items())
     first = 0
     for length in lengths:
         for row in range(first, first + length - rows + 1, rows) if length >= 2 * rows else ():
@@ -131,13 +135,17 @@ def test_tiles_of_queries_begin_where_documents_do(lengths: tuple[int, ...], row
         first += length
 
 
-def test_heads_go_together_in_whole_groups() -> None:
+def test_concurrent_heads_are_whole_groups() -> None:
     causal, full = mask_argument(Mask(causal=True).bounds()), mask_argument(Mask().bounds())
     documents = mask_argument(Mask(causal=True, documents=[0, 0, 1]).bounds())
-    for way, many in (("forward", 1), ("backward", 2)):  # of which not even one fits
-        assert heads_together(way, causal, 128, 2**30, 1) == many and heads_together(way, causal, 128, 2**30, 4) == 4 * many
-    for way in ("forward", "backward"):
-        assert heads_together(way, causal, 128, 2**24, 1) == 2 and heads_together(way, causal, 128, 2**18, 1) == 64
-        assert heads_together(way, documents, 128, 2**30, 1) == 8
-        assert heads_together(way, full, 128, 2**18, 4) == 4 and heads_together(way, full, 256, 2**30, 1) == 1
-    assert heads_together("forward", causal, 256, 2**30, 1) == 1 and heads_together("backward", causal, 256, 2**30, 1) == 8
+    for direction, min_heads in (("forward", 1), ("backward", 2)):  # not even one head fits into the cache
+        assert num_concurrent_heads(direction, causal, 128, 2**30, 1) == min_heads
+        assert num_concurrent_heads(direction, causal, 128, 2**30, 4) == 4 * min_heads
+    for direction in ("forward", "backward"):
+        assert num_concurrent_heads(direction, causal, 128, 2**24, 1) == 2
+        assert num_concurrent_heads(direction, causal, 128, 2**18, 1) == 64
+        assert num_concurrent_heads(direction, documents, 128, 2**30, 1) == 8
+        assert num_concurrent_heads(direction, full, 128, 2**18, 4) == 4
+        assert num_concurrent_heads(direction, full, 256, 2**30, 1) == 1
+    assert num_concurrent_heads("forward", causal, 256, 2**30, 1) == 1
+    assert num_concurrent_heads("backward", causal, 256, 2**30, 1) == 8

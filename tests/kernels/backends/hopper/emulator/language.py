@@ -1,4 +1,4 @@
-"""What `gl` and `tl` mean on a CPU."""
+"""The meaning of `gl` and `tl` on a CPU."""
 
 import sys
 import types
@@ -7,37 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.kernels.backends.hopper.emulator.memory import Barrier, Memory
-from tests.kernels.backends.hopper.emulator.values import EmulatedTensor, Pointer, of_one_type, on_tensors, whole
+from tests.kernels.backends.hopper.emulator.memory import Barrier, SharedMemory
+from tests.kernels.backends.hopper.emulator.values import EmulatedTensor, Pointer, c_division, lift, promote
 
 if TYPE_CHECKING:
     from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 
 
 class Language:
-    """`gl` and `tl`."""
+    """Stands for the modules `gl` and `tl` in an emulated kernel."""
 
     float32, float16, bfloat16, int32, int64 = torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
-    exp2, log, abs = (staticmethod(on_tensors(do)) for do in (torch.exp2, torch.log, torch.abs))
-    maximum, minimum = staticmethod(on_tensors(torch.maximum)), staticmethod(on_tensors(torch.minimum))
-    cdiv = staticmethod(on_tensors(lambda a, b: whole(a + b - 1, b)))
-    join = staticmethod(on_tensors(lambda a, b: torch.stack((a, b), -1)))
+    exp2, log, abs = (staticmethod(lift(function)) for function in (torch.exp2, torch.log, torch.abs))
+    maximum, minimum = staticmethod(lift(torch.maximum)), staticmethod(lift(torch.minimum))
+    cdiv = staticmethod(lift(lambda a, b: c_division(a + b - 1, b)))
+    join = staticmethod(lift(lambda a, b: torch.stack((a, b), -1)))
     static_range = range
 
     def __init__(self, machine: "EmulatedGPU") -> None:
         self.machine = machine
-        self.warp_specialize = machine.split_up
+        self.warp_specialize = machine.warp_specialize
 
     def __getattr__(self, name: str) -> Any:
-        if name.endswith("Layout"):  # nothing here depends on one
+        if name.endswith("Layout"):  # layouts have no effect here
             return lambda *_, **__: None
-        raise AttributeError(f"{name} has no meaning on a CPU yet: give it one in tests/kernels/emulator/{Path(__file__).name}")
+        raise AttributeError(f"{name} is not emulated: add it to the emulator's {Path(__file__).name}")
 
     def program_id(self, _axis: int) -> EmulatedTensor:
-        return EmulatedTensor(torch.tensor(self.machine.me.program.number, dtype=torch.int32))
+        return EmulatedTensor(torch.tensor(self.machine.warp.block.number, dtype=torch.int32))
 
     def num_programs(self, _axis: int) -> EmulatedTensor:
-        return EmulatedTensor(torch.tensor(self.machine.programs, dtype=torch.int32))
+        return EmulatedTensor(torch.tensor(self.machine.num_blocks, dtype=torch.int32))
 
     def static_assert(self, condition: bool, message: str) -> None:
         assert condition, message
@@ -57,7 +57,7 @@ class Language:
         return EmulatedTensor(torch.zeros_like(x.tensor))
 
     def where(self, condition: EmulatedTensor, a: Any, b: Any) -> EmulatedTensor:
-        return EmulatedTensor(torch.where(condition.tensor, *of_one_type(a, b)))
+        return EmulatedTensor(torch.where(condition.tensor, *promote(a, b)))
 
     def sum(self, x: EmulatedTensor, axis: int) -> EmulatedTensor:
         return EmulatedTensor(x.tensor.sum(axis))
@@ -75,45 +75,47 @@ class Language:
     def load(
         self, pointer: Pointer, mask: EmulatedTensor | None = None, other: Any = 0, volatile: bool = False
     ) -> EmulatedTensor:
-        parties, me = self.machine.parties, self.machine.me
-        parties.pause()
-        found = pointer.load(mask, other)
-        if volatile and me.last_look == (look := (int(pointer.at), int(found))):  # nothing new: it looks until there is
-            parties.wait(lambda: int(pointer.load(mask, other)) != look[1], "another number in memory")
-            found = pointer.load(mask, other)
+        scheduler, warp = self.machine.scheduler, self.machine.warp
+        scheduler.pause()
+        value = pointer.load(mask, other)
+        poll = (int(pointer.addresses), int(value)) if volatile else None
+        if volatile and warp.last_poll == poll:  # the same value again: wait for another one instead of polling
+            scheduler.wait(lambda: int(pointer.load(mask, other)) != poll[1], "another number in memory")
+            value = pointer.load(mask, other)
         if volatile:
-            me.last_look = int(pointer.at), int(found)
-        return found
+            warp.last_poll = int(pointer.addresses), int(value)
+        return value
 
     def store(self, pointer: Pointer, value: Any, mask: EmulatedTensor | None = None) -> None:
-        self.machine.parties.pause()
-        pointer.store(value, mask, self.machine.me.rows(pointer.at))
+        self.machine.scheduler.pause()
+        pointer.store(value, mask, self.machine.warp.rows(pointer.addresses))
 
     def atomic_xchg(self, pointer: Pointer, value: Any, sem: str = "") -> None:
-        self.machine.parties.pause()
-        if self.machine.me.index == 0:  # one thread does it
+        self.machine.scheduler.pause()
+        if self.machine.warp.index == 0:  # one thread of the role
             pointer.store(value, None)
 
     def atomic_add(self, pointer: Pointer, value: Any) -> EmulatedTensor:
-        self.machine.parties.pause()
-        assert self.machine.me.meeting.size == 1
-        before = pointer.load(None, 0)
-        pointer.store(before + value, None)
-        return before
+        self.machine.scheduler.pause()
+        assert self.machine.warp.sync.size == 1
+        old = pointer.load(None, 0)
+        pointer.store(old + value, None)
+        return old
 
     def inline_asm_elementwise(
-        self, asm: str, _constraints: str, given: list[EmulatedTensor], *_: Any, **__: Any
+        self, asm: str, _constraints: str, args: list[EmulatedTensor], *_: Any, **__: Any
     ) -> EmulatedTensor:
-        assert asm.startswith("cp.async.bulk.wait_group 0;"), f"no meaning on a CPU: {asm}"
-        self.machine.wait_until_written()
-        return given[0]
+        assert asm.startswith("cp.async.bulk.wait_group 0;"), f"not emulated: {asm}"
+        self.machine.wait_until_stored()
+        return args[0]
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout is Barrier:
             frames = [sys._getframe(1), sys._getframe(2)]
-            where = " of ".join(f"{Path(frame.f_code.co_filename).stem}:{frame.f_lineno}" for frame in frames)
-            ring = [Barrier(f"{where}[{i}]") for i in range(shape[0])]
+            location = " of ".join(f"{Path(frame.f_code.co_filename).stem}:{frame.f_lineno}" for frame in frames)
+            ring = [Barrier(f"{location}[{i}]") for i in range(shape[0])]
             return types.SimpleNamespace(index=lambda i: ring[int(i)], shape=shape)
         if dtype.is_floating_point:
-            return Memory(self.machine.parties, torch.full(shape, float("nan"), dtype=dtype))
-        return Memory(self.machine.parties, torch.randint(-(2**31), 2**31, shape, dtype=dtype, generator=self.machine.garbage))
+            return SharedMemory(self.machine.scheduler, torch.full(shape, float("nan"), dtype=dtype))
+        garbage = torch.randint(-(2**31), 2**31, shape, dtype=dtype, generator=self.machine.garbage)
+        return SharedMemory(self.machine.scheduler, garbage)

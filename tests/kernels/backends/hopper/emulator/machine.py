@@ -1,4 +1,4 @@
-"""A GPU as far as a kernel's source can tell: programs and their parties, copies, products, and what its names mean."""
+"""An emulated GPU: thread blocks, their warps, asynchronous copies and matmuls, and the meaning of names in a kernel."""
 
 import types
 from collections.abc import Callable
@@ -10,45 +10,48 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
-from ringspan.kernels.backends.hopper.online_softmax import LIMIT, NOTHING
+from ringspan.kernels.backends.hopper.online_softmax import NO_REFERENCE, SUM_LIMIT
 from tests.kernels.backends.hopper.emulator.language import Language
-from tests.kernels.backends.hopper.emulator.memory import Barrier, CopyOut, Meeting, Memory, Program, Warp
-from tests.kernels.backends.hopper.emulator.parties import Parties
-from tests.kernels.backends.hopper.emulator.values import Descriptor, EmulatedTensor, Pointer, Product
+from tests.kernels.backends.hopper.emulator.memory import Barrier, PendingStore, SharedMemory, ThreadBlock, Warp, WarpSync
+from tests.kernels.backends.hopper.emulator.scheduler import Scheduler
+from tests.kernels.backends.hopper.emulator.values import Descriptor, EmulatedTensor, MatmulResult, Pointer
 
 
 def init(barrier: Barrier, count: int) -> None:
-    barrier.count = barrier.to_come = count
+    barrier.count = barrier.pending = count
 
 
-def take_weights(
+def compute_weights(
     s: EmulatedTensor, factor: Any, reference: EmulatedTensor, dtype: torch.dtype, first: bool
 ) -> tuple[EmulatedTensor, ...]:
-    """As kernels/hopper_softmax.py, a row at a time."""
-    scores, before = (s * factor).tensor, reference.tensor[:, :1]
+    """Compute what online_softmax.compute_weights does, one row at a time."""
+    scores, old = (s * factor).tensor, reference.tensor[:, :1]
 
-    def parts(weights: Tensor) -> Tensor:
+    def thread_sums(weights: Tensor) -> Tensor:
         return weights.reshape(64, -1, 4, 2).sum((1, 3))
 
-    too_large = (parts(torch.exp2(scores - before)) > LIMIT.value).any(1, keepdim=True)
-    maximum = torch.maximum(before, scores.amax(1, keepdim=True))
-    after = torch.where(too_large | (before == NOTHING.value) | first, maximum, before)
-    weights, shrink = torch.exp2(scores - after), torch.exp2(before - after)
-    found = (
+    too_large = (thread_sums(torch.exp2(scores - old)) > SUM_LIMIT.value).any(1, keepdim=True)
+    maximum = torch.maximum(old, scores.amax(1, keepdim=True))
+    new = torch.where(too_large | (old == NO_REFERENCE.value) | first, maximum, old)
+    weights, rescale = torch.exp2(scores - new), torch.exp2(old - new)
+    results = (
         weights.to(dtype),
-        after.expand(-1, 4),
-        parts(weights),
-        shrink.expand(-1, 4),
-        ((after != before) | first).expand(-1, 4),
+        new.expand(-1, 4),
+        thread_sums(weights),
+        rescale.expand(-1, 4),
+        ((new != old) | first).expand(-1, 4),
     )
-    return tuple(EmulatedTensor(x) for x in found)
+    return tuple(EmulatedTensor(x) for x in results)
 
 
 class EmulatedGPU:
-    """A GPU that runs one kernel."""
+    """Runs one kernel, `resident` thread blocks at a time, in an order that the seed determines.
 
-    def __init__(self, seed: int, programs: int, instead: dict[str, Any]) -> None:
-        self.parties, self.programs = Parties(seed), programs
+    overrides: other meanings of names in the kernel's source.
+    """
+
+    def __init__(self, seed: int, num_blocks: int, overrides: dict[str, Any]) -> None:
+        self.scheduler, self.num_blocks = Scheduler(seed), num_blocks
         self.garbage = torch.Generator().manual_seed(seed)
         language = Language(self)
         self.meanings = dict(
@@ -60,195 +63,202 @@ class EmulatedGPU:
                 expect=self.expect,
                 arrive=self.arrive,
                 wait=self.wait,
-                invalidate=Barrier.forget,
+                invalidate=Barrier.invalidate,
             ),
-            async_copy=types.SimpleNamespace(mbarrier_arrive=self.arrive_each),
-            tma=types.SimpleNamespace(store_wait=self.wait_until_read),
-            tma_load=self.copy_in,
-            tma_store=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=False),
-            tma_add=lambda descriptor, at, memory: self.copy_out(descriptor, at, memory, adds=True),
+            async_copy=types.SimpleNamespace(mbarrier_arrive=self.arrive_per_thread),
+            tma=types.SimpleNamespace(store_wait=self.store_wait),
+            tma_load=self.tma_load,
+            tma_store=lambda descriptor, coordinates, memory: self.tma_store(descriptor, coordinates, memory, adds=False),
+            tma_add=lambda descriptor, coordinates, memory: self.tma_store(descriptor, coordinates, memory, adds=True),
             fence_async_shared=self.fence,
-            warpgroup_mma=self.multiply,
-            warpgroup_mma_wait=self.wait_for_products,
-            barrier=self.meet,
-            with_layout=lambda memory, _layout: Memory(self.parties, memory.tensor, odd_rows_apart=True),
-            # whose source is PTX
-            take_weights=take_weights,
+            warpgroup_mma=self.warpgroup_mma,
+            warpgroup_mma_wait=self.warpgroup_mma_wait,
+            barrier=self.sync_warps,
+            with_layout=lambda memory, _layout: SharedMemory(self.scheduler, memory.tensor, odd_rows_swapped=True),
+            # functions that are PTX in the kernels
+            compute_weights=compute_weights,
             as_operand=lambda weights, dtype, _layout: weights,
-            scale_rows=lambda acc, shrink, late: acc * shrink[:, :1],
+            scale_rows=lambda acc, rescale, _needs_rescale: acc * rescale[:, :1],
         )
         self.functions: dict[Any, Callable[..., Any]] = {}
-        self.meanings |= {name: self.meant(value) for name, value in instead.items()}
+        self.meanings |= {name: self.translate(value) for name, value in overrides.items()}
 
     @property
-    def me(self) -> Warp:
-        return self.parties.about
+    def warp(self) -> Warp:
+        """The running warp."""
+        return self.scheduler.context
 
     def run(self, kernel: Any, arguments: dict[str, Any], resident: int) -> None:
-        given = {name: self.argument(x) for name, x in arguments.items() if name not in ("num_warps", "maxnreg")}
-        function, numbers = self.meant(kernel), iter(range(self.programs))
+        args = {name: self.argument(x) for name, x in arguments.items() if name not in ("num_warps", "maxnreg")}
+        function, indices = self.translate(kernel), iter(range(self.num_blocks))
 
-        def begin_another() -> None:
-            number = next(numbers, None)
-            if number is not None:
-                self.parties.add(f"program {number}", whole_program, Warp(Program(number), threads=128))
+        def start_next_block() -> None:
+            index = next(indices, None)
+            if index is not None:
+                self.scheduler.add(f"thread block {index}", run_block, Warp(ThreadBlock(index), threads=128))
 
-        def whole_program() -> None:
-            function(**given)
-            self.ends(self.me)
-            assert self.me.program.copies == 0, "a copy is on its way into shared memory that goes away"
-            begin_another()
+        def run_block() -> None:
+            function(**args)
+            self.check_end(self.warp)
+            assert self.warp.block.pending_copies == 0, "a thread block ends while a copy into its shared memory is in flight"
+            start_next_block()
 
         for _ in range(resident):
-            begin_another()
-        self.parties.run()
+            start_next_block()
+        self.scheduler.run()
 
-    def ends(self, warp: Warp) -> None:
-        assert not warp.products, "products that nobody waited for"
-        assert all(copy.has_read for copy in warp.copies), "the TMA is to read shared memory that goes away"
+    def check_end(self, warp: Warp) -> None:
+        """Assert that a warp has waited for its asynchronous operations."""
+        assert not warp.pending_matmuls, "a warp ends before it has waited for its matmuls"
+        assert all(copy.has_read for copy in warp.pending_copies), "a warp ends before the TMA has read its shared memory"
 
     def argument(self, x: Any) -> Any:
+        """Return a kernel argument as the emulated kernel sees it."""
         if isinstance(x, tuple):
             return tuple(self.argument(y) for y in x)
         return Pointer.to(x) if isinstance(x, Tensor) else Descriptor(x) if isinstance(x, TensorDescriptor) else x
 
-    def meant(self, value: Any) -> Any:
-        """What a name in a kernel's source stands for: of Triton's functions the Python in them, in this world."""
+    def translate(self, value: Any) -> Any:
+        """Return the meaning of a value in a kernel's source: jit functions become Python functions with emulated globals."""
         if isinstance(value, constexpr):
             return value.value
-        python = getattr(value, "fn", None)
-        if not isinstance(python, types.FunctionType):
+        source = getattr(value, "fn", None)
+        if not isinstance(source, types.FunctionType):
             return value
-        if python not in self.functions:
-            world: dict[str, Any] = {}
-            self.functions[python] = types.FunctionType(python.__code__, world, python.__name__, python.__defaults__)
-            for name in python.__code__.co_names:
+        if source not in self.functions:
+            namespace: dict[str, Any] = {}
+            self.functions[source] = types.FunctionType(source.__code__, namespace, source.__name__, source.__defaults__)
+            for name in source.__code__.co_names:
                 if name in self.meanings:
-                    world[name] = self.meanings[name]
-                elif name in python.__globals__:
-                    world[name] = self.meant(python.__globals__[name])
-        return self.functions[python]
+                    namespace[name] = self.meanings[name]
+                elif name in source.__globals__:
+                    namespace[name] = self.translate(source.__globals__[name])
+        return self.functions[source]
 
-    def split_up(self, parts: list[tuple[Any, tuple[Any, ...]]], sizes: list[int], _registers: list[int]) -> None:
-        """Into parties of so many warps; the first is of the program's own."""
-        program, at_work = self.me.program, 0
+    def warp_specialize(self, roles: list[tuple[Any, tuple[Any, ...]]], sizes: list[int], _registers: list[int]) -> None:
+        """Run each role with its number of warps; the first role has the thread block's own four."""
+        block, running = self.warp.block, 0
 
-        def do(function: Callable[..., None], given: tuple[Any, ...]) -> None:
-            nonlocal at_work
-            function(*given)
-            self.ends(self.me)
-            at_work -= 1
+        def run_role(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+            nonlocal running
+            function(*args)
+            self.check_end(self.warp)
+            running -= 1
 
-        for number, ((function, given), size) in enumerate(zip(parts, [4, *sizes], strict=True)):
-            meeting, work = Meeting(size), partial(do, function, given)  # which the world of who calls knows as Python
+        for number, ((function, args), size) in enumerate(zip(roles, [4, *sizes], strict=True)):
+            sync, role = WarpSync(size), partial(run_role, function, args)  # `function` is translated already
             for index in range(size):
-                name = f"{function.__name__} (party {number}, warp {index}) of program {program.number}"
-                self.parties.add(name, work, Warp(program, index, meeting))
-            at_work += size
-        self.parties.wait(lambda: at_work == 0, "its parties")
+                name = f"{function.__name__} (role {number}, warp {index}) of thread block {block.number}"
+                self.scheduler.add(name, role, Warp(block, index, sync))
+            running += size
+        self.scheduler.wait(lambda: running == 0, "its roles")
 
-    def meet(self) -> None:
-        meeting = self.me.meeting
-        meeting.here, now = meeting.here + 1, meeting.times
-        if meeting.here == meeting.size:
-            meeting.here, meeting.times = 0, now + 1
-        self.parties.wait(lambda: meeting.times != now, "other warps of its party")
+    def sync_warps(self) -> None:
+        """Wait until all warps of the role are here."""
+        sync = self.warp.sync
+        sync.arrived, generation = sync.arrived + 1, sync.generation
+        if sync.arrived == sync.size:
+            sync.arrived, sync.generation = 0, generation + 1
+        self.scheduler.wait(lambda: sync.generation != generation, "other warps of its role")
 
     def fence(self) -> None:
-        self.parties.pause()
-        self.me.program.unfenced.pop(self.me, None)
+        self.scheduler.pause()
+        self.warp.block.unfenced.pop(self.warp, None)
 
     def expect(self, barrier: Barrier, count: int) -> None:
-        assert self.me.meeting.size == 1
-        barrier.bytes += count
+        assert self.warp.sync.size == 1
+        barrier.pending_bytes += count
         self.arrive(barrier)
 
     def arrive(self, barrier: Barrier, count: int = 1) -> None:
-        self.meet()  # so Triton has it, and one thread arrives for all
-        if self.me.index == 0:
+        self.sync_warps()  # Triton inserts this barrier; then one thread arrives for all
+        if self.warp.index == 0:
             barrier.arrive(count)
 
-    def arrive_each(self, barrier: Barrier, increment_count: bool) -> None:
+    def arrive_per_thread(self, barrier: Barrier, increment_count: bool) -> None:
         assert not increment_count
-        self.parties.pause()
-        barrier.arrive(self.me.threads)
+        self.scheduler.pause()
+        barrier.arrive(self.warp.threads)
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         phase = int(phase)
-        self.parties.wait(lambda: barrier.phase != phase, f"phase {phase} of {barrier.name}")
+        self.scheduler.wait(lambda: barrier.phase != phase, f"phase {phase} of {barrier.name}")
 
-    def copy_in(self, descriptor: Descriptor, at: list[Any], barrier: Barrier, memory: Memory) -> None:
-        self.parties.pause()
-        assert self.me.meeting.size == 1 and memory.shape == descriptor.block and memory.dtype == descriptor.dtype
-        part, inside = descriptor.inside(at)
-        program = self.me.program
-        program.copies += 1
+    def tma_load(self, descriptor: Descriptor, coordinates: list[Any], barrier: Barrier, memory: SharedMemory) -> None:
+        self.scheduler.pause()
+        assert self.warp.sync.size == 1 and memory.shape == descriptor.block and memory.dtype == descriptor.dtype
+        region, in_block = descriptor.clip(coordinates)
+        block = self.warp.block
+        block.pending_copies += 1
         memory.tensor.fill_(float("nan"))
 
-        def arrives() -> None:
+        def deliver() -> None:
             memory.tensor.zero_()
-            memory.tensor[inside] = part
-            program.copies -= 1
-            barrier.bytes -= descriptor.block_type.nbytes
-            barrier.settle()
+            memory.tensor[in_block] = region
+            block.pending_copies -= 1
+            barrier.pending_bytes -= descriptor.block_type.nbytes
+            barrier.complete_if_done()
 
-        self.parties.later("a copy in", arrives)
+        self.scheduler.add_event("a copy in", deliver)
 
-    def copy_out(self, descriptor: Descriptor, at: list[Any], memory: Memory, adds: bool) -> None:
-        self.meet()  # so Triton has it, where warps have written what one thread sends
-        if self.me.index > 0:
+    def tma_store(self, descriptor: Descriptor, coordinates: list[Any], memory: SharedMemory, adds: bool) -> None:
+        self.sync_warps()  # Triton inserts this barrier; then one thread sends what all warps have written
+        if self.warp.index > 0:
             return
         assert memory.dtype == descriptor.dtype
-        part, inside = descriptor.inside(at)
-        ends, copy = memory.read_late(), CopyOut()
-        self.me.copies.append(copy)
+        region, in_block = descriptor.clip(coordinates)
+        end_read, copy = memory.begin_read(), PendingStore()
+        self.warp.pending_copies.append(copy)
 
-        def reads() -> None:
-            value = ends().view(descriptor.block)[inside]
+        def read() -> None:
+            value = end_read().view(descriptor.block)[in_block]
             copy.has_read = True
 
-            def writes() -> None:
-                part.copy_(part + value if adds else value)
+            def write() -> None:
+                region.copy_(region + value if adds else value)
                 copy.is_done = True
 
-            self.parties.later("a copy out", writes)
+            self.scheduler.add_event("a copy out", write)
 
-        self.parties.later("a copy out", reads)
+        self.scheduler.add_event("a copy out", read)
 
-    def wait_until_read(self, pending: int) -> None:
-        earlier = self.me.copies[: max(0, len(self.me.copies) - pending)]
-        self.parties.wait(lambda: all(copy.has_read for copy in earlier), "a copy out to have read")
-        while self.me.copies and self.me.copies[0].is_done:  # later ones count as long as one before them is under way
-            self.me.copies.pop(0)
-        self.meet()  # so Triton has it: only one thread knows of copies
+    def store_wait(self, pending: int) -> None:
+        earlier = self.warp.pending_copies[: max(0, len(self.warp.pending_copies) - pending)]
+        self.scheduler.wait(lambda: all(copy.has_read for copy in earlier), "a copy out to have read")
+        copies = self.warp.pending_copies
+        while copies and copies[0].is_done:  # a copy counts as pending while an earlier one is
+            copies.pop(0)
+        self.sync_warps()  # Triton inserts this barrier, because only one thread has the copies
 
-    def wait_until_written(self) -> None:
-        mine = self.me.copies
-        self.parties.wait(lambda: all(copy.is_done for copy in mine), "a copy out to have written")
+    def wait_until_stored(self) -> None:
+        copies = self.warp.pending_copies
+        self.scheduler.wait(lambda: all(copy.is_done for copy in copies), "a copy out to have written")
 
-    def multiply(self, a: Any, b: Memory, acc: EmulatedTensor, use_acc: bool = True, is_async: bool = False) -> Product:
+    def warpgroup_mma(
+        self, a: Any, b: SharedMemory, acc: EmulatedTensor, use_acc: bool = True, is_async: bool = False
+    ) -> MatmulResult:
         assert is_async
-        self.parties.pause()
-        mine = self.me.rows(a)
-        own = a.slice(mine.start, mine.stop - mine.start) if isinstance(a, Memory) else a.tensor[mine]
-        left = own.read_late() if isinstance(own, Memory) else lambda: own  # registers stay as they are
-        right, product = b.read_late(), Product()
+        self.scheduler.pause()
+        rows = self.warp.rows(a)
+        own_rows = a.slice(rows.start, rows.stop - rows.start) if isinstance(a, SharedMemory) else a.tensor[rows]
+        left = own_rows.begin_read() if isinstance(own_rows, SharedMemory) else lambda: own_rows  # registers do not change
+        right, result = b.begin_read(), MatmulResult()
 
-        def ends() -> None:
-            added = acc.ended if isinstance(acc, Product) else acc.tensor
-            assert added is not None
-            product.ended = torch.full_like(added, float("nan"))
-            product.ended[mine] = left().float() @ right().float()
+        def compute() -> None:
+            addend = acc.value if isinstance(acc, MatmulResult) else acc.tensor
+            assert addend is not None
+            result.value = torch.full_like(addend, float("nan"))
+            result.value[rows] = left().float() @ right().float()
             if use_acc:
-                product.ended += added
+                result.value += addend
 
-        self.me.products.append(ends)
-        return product
+        self.warp.pending_matmuls.append(compute)
+        return result
 
-    def wait_for_products(self, pending: int, deps: tuple[Product, ...]) -> Any:
-        self.parties.pause()
-        while len(self.me.products) > pending:
-            self.me.products.pop(0)()
-        assert all(product.ended is not None for product in deps), "a product that is not waited for"
-        ended = tuple(EmulatedTensor(product.ended) for product in deps)
-        return ended if len(ended) > 1 else ended[0]
+    def warpgroup_mma_wait(self, pending: int, deps: tuple[MatmulResult, ...]) -> Any:
+        self.scheduler.pause()
+        while len(self.warp.pending_matmuls) > pending:
+            self.warp.pending_matmuls.pop(0)()
+        assert all(result.value is not None for result in deps), "a matmul result is used that this wait does not cover"
+        results = tuple(EmulatedTensor(result.value) for result in deps)
+        return results if len(results) > 1 else results[0]

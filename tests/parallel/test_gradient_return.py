@@ -1,0 +1,78 @@
+"""Gradient return: sums of the local contribution and of what other ranks return."""
+
+import pytest
+import torch
+
+from ringspan.parallel.gradient_return import Arrival, GradientReturn, RowGradients
+from ringspan.parallel.plan import Piece, Plan
+from ringspan.parallel.ring import half_regions
+from ringspan.parallel.streams import Wait
+from ringspan.parallel.transport.base import SingleRankTransport
+from ringspan.parallel.transport.buffers import split_gradients
+
+
+class RandomGradientTransport(SingleRankTransport):
+    """Other ranks return random gradients."""
+
+    def return_gradients(self, index: int, slot: int, send_buffer: torch.Tensor, recv_buffer: torch.Tensor) -> Wait:
+        return lambda: recv_buffer.copy_(torch.randn_like(recv_buffer))
+
+
+@pytest.mark.parametrize("heads, parts", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
+@pytest.mark.parametrize("num_keys", [0, 5, 8])
+@pytest.mark.parametrize(
+    "row_ranges",
+    [
+        [[]],
+        [[slice(0, 4)]],
+        [[slice(2, 5), slice(6, 8)]],
+        [[slice(0, 8)] * 4],
+        [[], [slice(0, 4)]],
+        [[slice(0, 4)], [slice(0, 8)]],
+        [[slice(0, 4), slice(0, 8)], []],
+        [[slice(0, 8)] * 4, [slice(2, 4), slice(0, 8)], [slice(5, 8)]],
+    ],
+)
+def test_remote_gradients_are_added_to_local_ones(
+    heads: int, num_keys: int, parts: int, row_ranges: list[list[slice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the last kernel completes only the first region of dk and dv is written; then the last one, with its output."""
+    rows, width = 8, 3
+    first_region, last_region = half_regions(heads, num_keys, rows)
+    _, last_half = half_regions(heads, num_keys, num_keys)  # without padding, which has no gradients
+    # Local contribution: of the first region now, of the last one from the last kernel. NaN must not be read.
+    local_sums = torch.full((rows, 1, heads, 2 * width), torch.nan)
+    local_sums[first_region[1], :, first_region[0]] = torch.randn_like(local_sums[first_region[1], :, first_region[0]])
+    local_sums[num_keys:] = 0
+    last_rows, last_heads = last_half[1].stop - last_half[1].start, last_half[0].stop - last_half[0].start
+    kernel_output = torch.randn(last_rows, 1, last_heads, 2 * width)
+    expected = local_sums.clone()
+    expected[last_region[1], :, last_region[0]] = 0
+    expected[last_half[1], :, last_half[0]] = kernel_output
+    sends = [[Piece(0, piece_rows, 0) for piece_rows in ranges] for ranges in row_ranges]
+    transport = RandomGradientTransport(Plan([], sends, 0, [], slice(0, 0), [], []))
+    returns = GradientReturn(transport, local_sums, [slice(0, 8)], first_region, last_region, parts, width, "reference")
+    wait_for_arrival = returns._wait_for_arrival
+
+    def recording(arrival: Arrival) -> RowGradients:
+        arrived = wait_for_arrival(arrival)
+        for arrived_rows, gradients in arrived:
+            expected[arrived_rows, :, arrival.kv_heads] += gradients
+        return arrived
+
+    monkeypatch.setattr(returns, "_wait_for_arrival", recording)
+    for index in range(len(row_ranges)):
+        for kv_heads in returns.head_parts():
+            returns.send(index, kv_heads, local_sums[:0, :, kv_heads])
+    grads = tuple(torch.full((1, rows, heads, width), torch.nan) for _ in range(2))
+    last_sums = torch.full_like(kernel_output, torch.inf)
+
+    def complete_kernel() -> None:
+        for grad in grads:
+            assert grad[:, last_region[1], last_region[0]].isnan().all()
+            assert grad[:, first_region[1], first_region[0]].isfinite().all()
+        last_sums.copy_(kernel_output)
+
+    returns.finish(last_sums, complete_kernel, *grads)
+    for grad, wanted in zip(grads, split_gradients(expected, width), strict=True):
+        torch.testing.assert_close(grad, wanted)

@@ -1,0 +1,50 @@
+"""Copy engine transport over memory that processes share: source and target of each copy, and the signal before it."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE
+from tests.parallel import jobs
+from tests.parallel.ring_cases import EXACT, ring_cases
+from tests.parallel.work import RingCase
+
+
+@pytest.mark.parametrize(
+    "ring, ulysses, transport",
+    [(2, 1, "copy"), (4, 1, "copy"), (8, 1, "copy"), (2, 2, "copy"), (3, 1, "copy_all"), (4, 1, "copy_all")],
+)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_equals_the_reference(kind: str, ring: int, ulysses: int, transport: str, pools) -> None:
+    if kind == "striped" and ulysses > 1:
+        pytest.skip("striped has no Ulysses")
+    for case in ring_cases(kind, ring, ulysses):
+        results = pools(ring * ulysses)(jobs.compare_with_shared_memory, replace(case, transport=transport))
+        for rank, errors in enumerate(results):
+            wrong = {name: error for name, error in errors.items() if not error <= EXACT}
+            assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("transport", ["copy", "copy_all"])
+def test_consecutive_calls_are_right_with_a_slow_rank(transport: str, pools) -> None:
+    case = RingCase("slow-rank", ring=4, transport=transport, mask=dict(causal=True))
+    assert max(pools(4)(jobs.compare_with_slow_rank, case)) <= EXACT
+
+
+@pytest.mark.parametrize("transport", ["copy", "copy_all"])
+def test_calls_after_an_error_are_right(transport: str, pools) -> None:
+    case = RingCase("after-error", ring=4, transport=transport, mask=dict(causal=True))
+    assert max(pools(4)(jobs.compare_after_errors, case)) <= EXACT
+
+
+def test_a_step_waits_only_for_its_owner_and_reader_ranks(pools) -> None:
+    """For all its owners at once, and for each reader's free slot on its own; likewise for gradients."""
+    for counts in pools(4)(jobs.count_waits, RingCase("waits", ring=4, transport="copy", mask=dict(causal=True))):
+        assert counts["forward"] == {SLOT_FREE: [1, 1, 1], KV_WRITTEN: [1, 2]}
+        assert counts["backward"] == {SLOT_FREE: [1, 1, 1], KV_WRITTEN: [2, 1], GRADS_READ: [2, 1], GRADS_READY: [2, 1]}
+    window = RingCase("window", ring=4, kind="contiguous", transport="copy", mask=dict(causal=True, window=2))
+    for rank, counts in enumerate(pools(4)(jobs.count_waits, window)):
+        owners, readers = [int(rank > 0)], [int(rank < 3)]
+        slot_free = {SLOT_FREE: [1]} if rank < 3 else {}
+        assert counts["forward"] == slot_free | {KV_WRITTEN: owners}
+        assert counts["backward"] == slot_free | {KV_WRITTEN: owners, GRADS_READ: owners, GRADS_READY: readers}
