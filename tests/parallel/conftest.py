@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.parallel.pool import Pool
+from tests.parallel.helpers.pool import Pool
 
 
 @pytest.fixture(scope="package")  # gloo ranks poll while idle: thirty of them use most of a core

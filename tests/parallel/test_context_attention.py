@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ringspan import Layout, Mask, Mesh, attention, context_attention, ring_attention
-from tests.parallel import jobs
-from tests.parallel.pool import Failed
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.pool import Failed
 
 
 def test_one_rank_is_plain_attention() -> None:

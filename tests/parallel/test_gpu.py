@@ -17,9 +17,9 @@ import torch
 from ringspan.parallel import ring
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.transport.select import COPY_TRANSPORTS
-from tests.parallel import jobs, work
-from tests.parallel.pool import Failed, Pool
-from tests.parallel.work import RingCase
+from tests.parallel.helpers import jobs, work
+from tests.parallel.helpers.pool import Failed, Pool
+from tests.parallel.helpers.work import RingCase
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["p2p", "all_gather", "copy", "copy_all"]

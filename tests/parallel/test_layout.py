@@ -6,7 +6,7 @@ import torch
 from ringspan import Layout, Mask
 from ringspan.kernels.segments import positions
 from ringspan.parallel.layout import KINDS
-from tests.parallel.plan_cases import LENGTH, MASKS
+from tests.parallel.helpers.plan_cases import LENGTH, MASKS
 
 LENGTHS = [*range(0, 20), 31, 32, 33, 64, 97]
 LAYOUTS = [

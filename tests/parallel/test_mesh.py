@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 
 from ringspan import Mesh
-from tests.parallel import jobs
-from tests.parallel.pool import Failed
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.pool import Failed
 
 
 def test_ulysses_is_the_innermost_axis_then_the_ring(pools) -> None:

@@ -10,7 +10,7 @@ from ringspan import Layout, Mask
 from ringspan.kernels.segments import ascending_ranges, check_segments, num_rows, positions
 from ringspan.parallel.layout import KINDS
 from ringspan.parallel.plan import ROW_MULTIPLE, make_plan
-from tests.parallel.plan_cases import LENGTH, MASKS, doubling, halving, one_per_step, single_step
+from tests.parallel.helpers.plan_cases import LENGTH, MASKS, doubling, halving, one_per_step, single_step
 
 
 def test_buffer_sizes_do_not_depend_on_the_documents() -> None:

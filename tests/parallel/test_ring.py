@@ -13,8 +13,8 @@ from ringspan.parallel.plan import Plan, make_plan
 from ringspan.parallel.streams import SideStream, Wait
 from ringspan.parallel.transport import select
 from ringspan.parallel.transport.base import SingleRankTransport
-from tests.parallel import jobs, work
-from tests.parallel.ring_cases import EXACT, ring_cases
+from tests.parallel.helpers import jobs, work
+from tests.parallel.helpers.ring_cases import EXACT, ring_cases
 
 MESHES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 2), (2, 4)]
 

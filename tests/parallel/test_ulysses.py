@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from tests.parallel import jobs
-from tests.parallel.pool import Failed, Pool
-from tests.parallel.work import RingCase
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.pool import Failed, Pool
+from tests.parallel.helpers.work import RingCase
 
 
 def test_a_checkpointed_exchange_is_not_repeated(pools) -> None:

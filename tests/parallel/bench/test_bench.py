@@ -17,8 +17,8 @@ from ringspan.parallel.bench.baselines import BenchContext, Setting
 from ringspan.parallel.bench.timing import Timing, speeds
 from ringspan.parallel.transport.base import is_transfer
 from tests.docs.test_tables import tables
-from tests.parallel import jobs
-from tests.parallel.pool import Failed
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.pool import Failed
 
 
 def test_benchmark_completes_on_two_ranks(tmp_path: Path, pools) -> None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE
-from tests.parallel import jobs
-from tests.parallel.ring_cases import EXACT, ring_cases
-from tests.parallel.work import RingCase
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.ring_cases import EXACT, ring_cases
+from tests.parallel.helpers.work import RingCase
 
 
 @pytest.mark.parametrize(

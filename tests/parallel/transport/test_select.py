@@ -15,7 +15,7 @@ from ringspan.parallel.transport.select import (
     blocks_per_step,
     choose_transport,
 )
-from tests.parallel.plan_cases import doubling, halving, single_step
+from tests.parallel.helpers.plan_cases import doubling, halving, single_step
 
 
 def test_steps_of_copy_double_in_a_forward_and_halve_in_a_backward() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ringspan import Layout
-from tests.parallel.work import RingCase
+from tests.parallel.helpers.work import RingCase
 
 EXACT = 1e-12
 

@@ -23,8 +23,7 @@ from ringspan.parallel.coordination import argument_check, process_groups, progr
 from ringspan.parallel.transport import copy_engine
 from ringspan.parallel.transport.base import received
 from tests.kernels.backends.hopper.emulator import emulate
-from tests.parallel.transport.shared_memory import SharedMemorySignals, patched_copy_engine
-from tests.parallel.work import (
+from tests.parallel.helpers.work import (
     RingCase,
     compare,
     differences,
@@ -35,6 +34,7 @@ from tests.parallel.work import (
     run_single,
     shard_results,
 )
+from tests.parallel.transport.shared_memory import SharedMemorySignals, patched_copy_engine
 
 CAUSAL = dict(causal=True)
 

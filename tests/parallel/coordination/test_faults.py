@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ringspan import Mask
-from tests.parallel import jobs
-from tests.parallel.pool import Failed, Pool
+from tests.parallel.helpers import jobs
+from tests.parallel.helpers.pool import Failed, Pool
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_stuck_gpu_is_reported_and_ends_the_process() -> None:
         (["is slow", "end"], 0, []),  # each event completes in time
         (["fails", "end"], 0, []),  # the main thread gets the error
     ]
-    command, pipe = [sys.executable, "-m", "tests.parallel.watched"], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", "tests.parallel.helpers.watched"], subprocess.PIPE
     processes = [subprocess.Popen([*command, *args], stdout=pipe, stderr=pipe, text=True) for args, _, _ in cases]
     for process, (args, code, expected) in zip(processes, cases, strict=True):
         out, err = process.communicate(timeout=60)

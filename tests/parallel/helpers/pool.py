@@ -21,7 +21,7 @@ import torch.distributed as dist
 # A fork server imports torch once for all ranks, and has no threads, which a fork would not copy.
 context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
-    context.set_forkserver_preload(["torch", "tests.parallel.work"])
+    context.set_forkserver_preload(["torch", "tests.parallel.helpers.work"])
 
 
 class Failed(AssertionError):
