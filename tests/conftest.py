@@ -14,7 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # The longest files first, so that both workers end at about the same time.
 FIRST = (
-    "test_run", "test_blocks", "test_ring", "test_streams", "test_launch", "test_parity", "test_on_cpu", "test_resume",
+    "test_run", "test_blocks", "test_ring", "test_copy_engine", "test_streams", "test_launch", "test_parity", "test_on_cpu", "test_resume",
     "test_backends", "test_ahead", "test_ring_attention", "test_faults",
 )  # fmt: skip
 
