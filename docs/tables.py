@@ -63,7 +63,7 @@ def attention(result: Result, speed_only: bool = False) -> str:
 def speed(result: Result, part: str, columns: list[str]) -> str:
     """Render the TFLOP/s of a result of kind "attention" alone: part `speed`."""
     if part != "speed" or columns:
-        raise ValueError(f"part={part}: a result of attention has one part, #speed, without columns")
+        raise ValueError(f"part={part}: a result of kind='attention' has one part, #speed, without columns")
     return attention(result, speed_only=True)
 
 

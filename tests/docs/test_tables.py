@@ -266,7 +266,7 @@ def test_a_number_typed_by_hand_is_stale(repository: Path, capsys: pytest.Captur
         (PAGE.replace("<!-- end -->", ""), "a table mark has no end or no name; write"),
         (PAGE.replace("<!-- end -->", "") + PAGE, "table=attention-h200: the region has no end; close it"),
         (PAGE.replace("attention-h200", "odd"), "table=odd: no function renders kind='odd', known are attention"),
-        (PAGE.replace("h200", "h200#1"), "table=attention-h200#1: a result of kind='attention' has no parts; leave out #1"),
+        (PAGE.replace("h200", "h200#1"), "part=1: a result of kind='attention' has one part, #speed, without columns"),
         (PAGE.replace("attention-h200", "log#5"), "part=5: the log has no such row; write 1 to 4, or one of limits-backward"),
         (PAGE.replace("attention-h200", "log#2 | one | two | three"), "columns=one | two | three: the log has 2 figures"),
     ],
