@@ -15,7 +15,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # The longest files first, so that both workers end at about the same time.
 FIRST = (
-    "test_run", "test_blocks", "test_ring", "test_copy_engine", "test_streams", "test_launch", "test_parity", "test_on_cpu", "test_resume",
+    "test_run", "test_blocks", "test_ring", "test_copy_engine", "test_streams", "test_launch", "test_parity", "test_on_cpu",
+    "test_resume",
     "test_backends", "test_ahead", "test_ring_attention", "test_faults",
 )  # fmt: skip
 
@@ -38,7 +39,8 @@ EVERY_NTH = {
     # trainer and launch
     "test_distant_facts_are_recalled_only_through_the_ring": 0, "test_fifty_steps_of_six_splits": 0,
     "test_one_step_is_equal_under_every_split": 3, "test_resumed_run_equals_an_uninterrupted_one_bit_for_bit": 4,
-    "test_checkpoint_of_four_ranks_resumes_on_one_two_and_eight": 2, "test_bf16_run_resumes_from_its_fp32_master_weights_bit_for_bit": 4,
+    "test_checkpoint_of_four_ranks_resumes_on_one_two_and_eight": 2,
+    "test_bf16_run_resumes_from_its_fp32_master_weights_bit_for_bit": 4,
     "test_activation_checkpointing_changes_no_number": 3, "test_signal_to_one_rank_saves_and_stops_all": 3,
     "test_signal_is_handled_in_every_phase": 4, "test_steps_with_a_non_finite_gradient_on_one_rank_are_skipped_and_counted": 2,
     "test_finished_run_that_trains_again_and_is_killed_is_not_finished": 2, "test_checkpoints_of_a_compiled_layer": 0,
