@@ -22,10 +22,12 @@ from ringspan.parallel.context_attention import context_attention
 # Keyword arguments that reach attention layers and concern other parts of a model. Documents come from the mask and from
 # cu_seq_lens; a layer's index, cache and rotary positions have been applied.
 UNRELATED = frozenset(
-    """num_items_in_batch output_hidden_states output_router_logits max_length_q max_length_k seq_idx use_cache cache
-    past_key_values cache_position position_embeddings logits_to_keep return_dict return_loss labels shift_labels document_ids
-    token_type_ids layer_idx is_training skip_logits""".split()
-)
+    (
+        "num_items_in_batch", "output_hidden_states", "output_router_logits", "max_length_q", "max_length_k", "seq_idx",
+        "use_cache", "cache", "past_key_values", "cache_position", "position_embeddings", "logits_to_keep", "return_dict",
+        "return_loss", "labels", "shift_labels", "document_ids", "token_type_ids", "layer_idx", "is_training", "skip_logits",
+    )
+)  # fmt: skip
 
 
 def layer_attention(
@@ -123,8 +125,8 @@ def _check_mask(
     if not isinstance(mask, LayerMask):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask={shape} of {layer}: a matrix is not supported; pass attention_mask (B, S) of 0 and 1 to the model, "
-            f"or {USE_OTHER}"
+            f"attention_mask={shape} of {layer}: a matrix is not supported; pass attention_mask (B, S) of 0 and 1 to the "
+            f"model, or {USE_OTHER}"
         )
     if (mask.q_length, mask.kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
@@ -144,7 +146,7 @@ def _read_documents(
     mask: LayerMask, cu_seqlens: tuple[Tensor | None, Tensor | None], position_ids: Tensor | None, layer: str
 ) -> None:
     q_offsets, k_offsets = cu_seqlens
-    if not (k_offsets is q_offsets or q_offsets is not None and (k_offsets is None or torch.equal(q_offsets, k_offsets))):
+    if k_offsets is not None and (q_offsets is None or not torch.equal(q_offsets, k_offsets)):
         raise ValueError(f"cu_seq_lens_k of {layer} differ from cu_seq_lens_q, or only they are passed: pass equal ones")
     if mask.is_read and mask.packed_by is q_offsets:
         return

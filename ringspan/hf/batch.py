@@ -1,8 +1,8 @@
 """`WholeBatch`: a batch of transformers, its documents, and one rank's shard of it.
 
-    attention_mask 0 0 1 1 1        documents −1 −1 0 0 0        padding at the ends of a row
-    position_ids   0 1 2 0 1        documents  0  0 0 1 1        packing, without attention_mask
-    labels         a b c d e        shift_labels b c d e −100    shifted while the sequence is whole
+attention_mask 0 0 1 1 1        documents −1 −1 0 0 0        padding at the ends of a row
+position_ids   0 1 2 0 1        documents  0  0 0 1 1        packing, without attention_mask
+labels         a b c d e        shift_labels b c d e −100    shifted while the sequence is whole
 """
 
 import hashlib
@@ -108,11 +108,13 @@ class WholeBatch:
     def _check_rest(self) -> None:
         for name, value in self.rest.items():
             if name == "token_type_ids" and isinstance(value, Tensor) and bool(value.any()):
-                raise ValueError("token_type_ids mark image tokens, which need an image-token mask: only text works under a ring")
+                raise ValueError(
+                    "token_type_ids mark image tokens, which need an image-token mask: only text works under a ring"
+                )
             if isinstance(value, Tensor) and name not in (*PASSED_TENSORS, "token_type_ids"):
                 raise ValueError(
-                    f"{name} {tuple(value.shape)} is a tensor that ring.shard does not know: take it out of the batch, and pass "
-                    f"it to the model sharded (layout.shard) if it has a sequence dimension; it takes {', '.join(CONSUMED)}"
+                    f"{name} {tuple(value.shape)} is a tensor that ring.shard does not know: take it out of the batch, and "
+                    f"pass it to the model sharded (layout.shard) if it has a sequence dimension; known: {', '.join(CONSUMED)}"
                 )
         if self.rest.get("logits_to_keep"):
             raise ValueError(f"logits_to_keep={self.rest['logits_to_keep']}: it counts from a shard's end; leave it out")
@@ -151,7 +153,11 @@ class WholeBatch:
             raise ValueError("attention_mask has other values than 0 and 1: pass ids of packed documents as document_ids")
         valid = padding.bool()
         full = check_no_holes(valid)
-        if restarts is not None and not explicit and bool(((restarts[:, 1:] != restarts[:, :-1]) & valid[:, 1:] & valid[:, :-1]).any()):
+        if (
+            restarts is not None
+            and not explicit
+            and bool(((restarts[:, 1:] != restarts[:, :-1]) & valid[:, 1:] & valid[:, :-1]).any())
+        ):
             raise ValueError(
                 "attention_mask together with position_ids that restart: transformers separates documents only without an "
                 "attention_mask; leave it out, or pass document_ids"
@@ -164,7 +170,9 @@ class WholeBatch:
         labels, shifted = entries.get("labels"), entries.get("shift_labels")
         if shifted is not None:
             if labels is not None and not torch.equal(_shift(labels), shifted):
-                raise ValueError("labels and shift_labels disagree: shift_labels must be labels shifted by one; pass one of them")
+                raise ValueError(
+                    "labels and shift_labels disagree: shift_labels must be labels shifted by one; pass one of them"
+                )
             return shifted
         if labels is None:
             return None

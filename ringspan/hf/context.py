@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.hf.batch import SHARD_KEY, BatchShard, WholeBatch
 from ringspan.hf.loss import sum_gradients, token_loss
@@ -49,8 +50,13 @@ class RingContext:
                 raise ValueError(f"layout={layout} does not fit {mesh}: make it with mesh.layout(kind, length)")
         else:
             mesh.layout(layout, 0)  # raises for an unknown kind
+        if mesh.world_size != mesh.data * mesh.context_size:
+            raise ValueError(
+                f"mesh={mesh} leaves out ranks of the job, which has {mesh.world_size}: loss and gradients are sums over "
+                "all of them; use ring_attention in a model of your own, or a mesh without tensor parallelism"
+            )
         self.mesh, self.layout = mesh, layout
-        self.options = dict(backend=backend, transport=transport, deterministic=deterministic)
+        self.options: dict[str, Any] = dict(backend=backend, transport=transport, deterministic=deterministic)
         self.checked_positions = 0
 
     def __enter__(self) -> "RingContext":
@@ -200,7 +206,8 @@ def context_parallel(
     """Return the ring of a model: enter it with `with`, and call its helpers.
 
     Args:
-        mesh: A `ringspan.Mesh`, or a DeviceMesh whose dimension is the ring. None: one ring of all ranks.
+        mesh: A `ringspan.Mesh`; a DeviceMesh of one dimension, which is the ring; or (DeviceMesh, name of the ring's
+            dimension), whose other dimensions are data replicas. None: one ring of all ranks.
         layout: "zigzag", "contiguous" or "striped", for batches of any length; or a Layout, for one length.
         backend: Backend of attention, as in `attention`.
         transport: Transport of the ring, as in `ring_attention`.
@@ -220,9 +227,11 @@ def context_parallel(
     if mesh is None:
         mesh = Mesh(ring=dist.get_world_size() if dist.is_initialized() else 1)
     elif not isinstance(mesh, Mesh):
-        if not hasattr(mesh, "mesh_dim_names"):
-            raise ValueError(f"mesh must be a ringspan.Mesh or a DeviceMesh, not {type(mesh).__name__}: Mesh(data, ring, ulysses)")
-        mesh = Mesh.from_device_mesh(mesh)
+        device_mesh, ring = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh, None)
+        if not isinstance(device_mesh, DeviceMesh):
+            kind = type(mesh).__name__
+            raise ValueError(f"mesh must be a ringspan.Mesh or a DeviceMesh, not {kind}: Mesh(data, ring, ulysses)")
+        mesh = Mesh.from_device_mesh(device_mesh, ring=ring)
     return RingContext(mesh, layout, backend, transport, deterministic)
 
 

@@ -4,6 +4,8 @@ Equal neighbours form one document and a negative id is padding, as in `Mask`. E
 with a GPU; a forward does so once, a layer never.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int, position_ids: Ten
     offsets = cu_seqlens.tolist()
     if cu_seqlens.ndim != 1 or offsets[:1] != [0] or offsets[-1] != length or sorted(offsets) != offsets:
         raise ValueError(f"cu_seq_lens_q={offsets} does not describe {length} tokens: it must ascend from 0 to {length}")
-    starts = sorted({start for start, end in zip(offsets, offsets[1:], strict=False) if start < end})
+    starts = sorted({start for start, end in pairwise(offsets) if start < end})
     if position_ids is None or position_ids.shape[0] != 1 or bool(position_ids[0, starts].any()):
         found = None if position_ids is None else position_ids[:, starts].tolist()
         raise ValueError(

@@ -19,7 +19,7 @@ class WithValue(torch.autograd.Function):
         return value.to(x.dtype, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -40,7 +40,9 @@ def token_loss(
         ValueError: The shapes of logits and labels differ.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} and shift_labels {tuple(labels.shape)} are not of one shard: pass its own")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and shift_labels {tuple(labels.shape)} are not of one shard: pass its own"
+        )
     logits = logits if logits.dtype == torch.float64 else logits.float()
     total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
     sums = torch.stack([total.detach().double(), (labels != ignore_index).sum().double()])
@@ -53,7 +55,9 @@ def token_loss(
 def sum_gradients(model: nn.Module | Iterable[nn.Parameter], group: Any) -> None:
     """Sum the gradients of all ranks of a group, in buckets of one dtype."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("model=DistributedDataParallel reduces gradients itself, to their mean: use ring.loss(…, gradients='mean')")
+        raise ValueError(
+            "model=DistributedDataParallel reduces gradients itself, to their mean: use ring.loss(…, gradients='mean')"
+        )
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     parameters = [p for p in parameters if p.requires_grad]
     if any(hasattr(p, "placements") for p in parameters):

@@ -1,7 +1,7 @@
 """Inside a ring, the losses of transformers refuse labels that they would shift or average wrongly.
 
-A model looks its loss up in LOSS_MAPPING when it is called. The guard replaces the entries while a ring is entered, and no longer:
-the Trainer compares entries with transformers' own functions.
+A model looks its loss up in LOSS_MAPPING when it is called. The guard replaces the entries only while a ring is entered:
+otherwise the Trainer compares them with transformers' own functions.
 """
 
 import functools
@@ -37,7 +37,9 @@ def _guarded(name: str, loss: Loss) -> Loss:
         if name != "ForCausalLM":
             raise ValueError(f"loss {name!r} of a model under a ring: its logits are those of a shard; use ring.loss")
         if options.get("shift_labels") is None:
-            raise ValueError("labels under a ring: the model would shift a shard's labels again; use ring.loss, or shift_labels")
+            raise ValueError(
+                "labels under a ring: the model would shift a shard's labels again; use ring.loss, or shift_labels"
+            )
         if options.get("num_items_in_batch") is None:
             raise ValueError("num_items_in_batch=None under a ring: the model would average over a shard; use ring.loss")
         return loss(*args, **options)

@@ -35,9 +35,7 @@ class MaskRules(NamedTuple):
     def joined(self, other: "MaskRules") -> "MaskRules":
         """Return the rules that hold where both hold."""
         documents = join_documents(self.documents, other.documents)
-        return MaskRules(
-            self.causal or other.causal, min(self.left, other.left), min(self.right, other.right), documents
-        )
+        return MaskRules(self.causal or other.causal, min(self.left, other.left), min(self.right, other.right), documents)
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -72,9 +70,9 @@ class LayerMask:
             documents, key_documents = _documents(rules, attention_mask, q_length, kv_length)
             self.mask = _make_mask(rules, documents, key_documents)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def read_documents(self, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        """Add the documents of packed sequences to the mask: position_ids (B, S) restart, or cu_seqlens (N + 1,) are their ends.
+        """Add the documents of packed sequences to the mask: position_ids (B, S) restart, or cu_seqlens (N + 1,) end them.
 
         Raises:
             ValueError: cu_seqlens do not fit the sequence, or positions do not restart with each document.
@@ -112,7 +110,7 @@ def _documents(
     return keys[:, -q_length:] if rules.causal else torch.zeros_like(keys[:, :1]).expand(-1, q_length), keys
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable
 def layer_mask(
     batch_size: int,
     q_length: int,
@@ -132,7 +130,7 @@ def layer_mask(
     """
     model = f"model {getattr(config, 'model_type', type(config).__name__)!r}"
     rules = read_rules(mask_function, model)
-    if not isinstance(q_offset, int) or rules.causal and q_offset + q_length != kv_offset + kv_length:
+    if not isinstance(q_offset, int) or (rules.causal and q_offset + q_length != kv_offset + kv_length):
         raise ValueError(f"cache of {model}: a static or unfilled cache is not supported; DynamicCache works, the default")
     context = active_context()
     if context is not None and (q_offset or kv_length != q_length):

@@ -10,8 +10,8 @@ TESTED = "5.24"
 def register() -> None:
     """Add attn_implementation="ringspan" to transformers. Calling it again changes nothing.
 
-    Afterwards `from_pretrained(…, attn_implementation="ringspan")`, `from_config` and `model.set_attn_implementation("ringspan")`
-    work. A saved config does not contain the name, so it loads without Ringspan.
+    Afterwards `from_pretrained(…, attn_implementation="ringspan")`, `from_config` and `model.set_attn_implementation` take the
+    name. A saved config does not contain the name, so it loads without Ringspan.
 
     Raises:
         ImportError: transformers is not installed.

@@ -1,12 +1,12 @@
 """`TrainerMixin`: transformers' Trainer on a ring. Its losses and weights are those of the Trainer on one rank.
 
-    class RingTrainer(TrainerMixin, Trainer): pass
-    trainer = RingTrainer(model, args, ring=context_parallel(Mesh(data=2, ring=4)), train_dataset=…)
+class RingTrainer(TrainerMixin, Trainer): pass
+trainer = RingTrainer(model, args, ring=context_parallel(Mesh(data=2, ring=4)), train_dataset=…)
 
-    batches       all ranks of a ring receive the same ones; the order is that of `mesh.data` ranks without a ring
-    loss          this rank's sum over all labels of the step, counted once per ring, times the ranks, which DDP divides by
-    evaluation    the loss of whole sequences, and whole logits, once per ring
-    checkpoints   as the Trainer writes them; a run resumes on its number of ranks
+batches       all ranks of a ring receive the same ones; the order is that of `mesh.data` ranks without a ring
+loss          this rank's sum over all labels of the step, counted once per ring, times the ranks, which DDP divides by
+evaluation    the loss of whole sequences, and whole logits, once per ring
+checkpoints   as the Trainer writes them; a run resumes on its number of ranks
 """
 
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,9 @@ class TrainerMixin(Base):
             parts = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
             part = next((part for part in parts if hasattr(part, "num_processes") and hasattr(part, "process_index")), None)
             if part is None:
-                raise ValueError(f"data loader {type(loader).__name__}: batches cannot be equal on the ranks of a ring; use a map-style dataset")
+                raise ValueError(
+                    f"data loader {type(loader).__name__}: batches cannot be equal on the ranks of a ring; map-style data works"
+                )
             part.num_processes, part.process_index = mesh.data, mesh.data_rank
             if mesh.data == 1:
                 part.even_batches = False  # a single rank does not fill its last batch

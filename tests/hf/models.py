@@ -5,8 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 import ringspan.hf
 from tests.hf import oracle  # noqa: F401  registers "oracle"
@@ -23,7 +31,10 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen3": (Qwen3Config, {}),
     "mistral": (MistralConfig, dict(sliding_window=WINDOW)),
-    "gemma2": (Gemma2Config, dict(sliding_window=WINDOW, layer_types=BOTH, query_pre_attn_scalar=24, attn_logit_softcapping=2.0)),
+    "gemma2": (
+        Gemma2Config,
+        dict(sliding_window=WINDOW, layer_types=BOTH, query_pre_attn_scalar=24, attn_logit_softcapping=2.0),
+    ),
     "gemma3": (Gemma3TextConfig, dict(sliding_window=WINDOW, layer_types=BOTH, query_pre_attn_scalar=24)),
     "gpt-oss": (GptOssConfig, dict(sliding_window=WINDOW, layer_types=BOTH, num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -9,7 +9,7 @@ from transformers import BartConfig, BartForConditionalGeneration, ViTConfig, Vi
 
 from ringspan.hf.attention import layer_attention
 from ringspan.hf.masks import LayerMask, MaskRules
-from tests.hf.models import CONFIGS, make_batch, make_model, valid_rows
+from tests.hf.models import CONFIGS, inputs_of, make_batch, make_model, valid_rows
 
 CAUSAL = MaskRules(causal=True)
 
@@ -27,7 +27,9 @@ def test_generation_equals_eager(name: str) -> None:
 
 def test_a_static_cache_is_refused() -> None:
     batch = make_batch("plain", length=14)
-    with pytest.raises(ValueError, match="cache of model 'llama': a static or unfilled cache is not supported; DynamicCache works"):
+    with pytest.raises(
+        ValueError, match="cache of model 'llama': a static or unfilled cache is not supported; DynamicCache works"
+    ):
         make_model("llama", "ringspan").generate(batch["input_ids"], max_new_tokens=2, cache_implementation="static")
 
 
@@ -40,13 +42,15 @@ def test_offsets_of_packed_sequences() -> None:
     packing = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets.clone(), max_length_q=20, max_length_k=20)
     expected = make_model("mistral", "oracle")(**one, use_cache=False).logits
     torch.testing.assert_close(model(**one, **packing).logits, expected, rtol=1e-11, atol=1e-11)
-    with pytest.raises(ValueError, match=r"MistralAttention 0 of model 'mistral': position_ids at the starts of documents are \[\[0, 1, 21"):
+    with pytest.raises(
+        ValueError, match=r"MistralAttention 0 of model 'mistral': position_ids at the starts of documents are \[\[0, 1, 21"
+    ):
         model(one["input_ids"], **packing)
-    with pytest.raises(ValueError, match="cu_seq_lens_q=.* does not describe 37 tokens"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* does not describe 37 tokens"):
         model(**one, cu_seq_lens_q=offsets[:-1])
-    with pytest.raises(ValueError, match="cu_seq_lens_k of .* differ from cu_seq_lens_q"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k of .* differ from cu_seq_lens_q"):
         model(**one, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets - 1)
-    with pytest.raises(ValueError, match="cu_seq_lens_q with an attention_mask"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q with an attention_mask"):
         model(**one, cu_seq_lens_q=offsets, attention_mask=torch.ones_like(one["input_ids"]))
 
 
@@ -74,7 +78,9 @@ def test_dropout_is_recomputed_alike() -> None:
 
 
 def test_an_encoder_without_a_mask_attends_to_everything() -> None:
-    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4)
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
+    )
     outputs = []
     for attention in ("eager", "ringspan"):
         torch.manual_seed(0)
@@ -98,10 +104,9 @@ def test_an_encoder_decoder_equals_eager_on_one_device() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
-def call(mask: Any = None, keys: int = 8, causal: bool = True, **options: Any) -> None:
+def call(mask: Any = None, keys: int = 8, causal: bool = True, width: int = 16, **options: Any) -> None:
     module = SimpleNamespace(is_causal=causal, layer_idx=3, config=SimpleNamespace(model_type="toy"))
-    q = torch.randn(1, 2, 8, 16)
-    k = torch.randn(1, 2, keys, 16)
+    q, k = torch.randn(1, 2, 8, width), torch.randn(1, 2, keys, width)
     mask = LayerMask(CAUSAL, 8, 8, None, None) if mask is None else mask
     layer_attention(module, q, k, k, None if mask == "none" else mask, **options)  # type: ignore[arg-type]
 
@@ -110,14 +115,23 @@ HERE = "SimpleNamespace 3 of model 'toy'"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("attention bias", dict(position_bias=torch.zeros(1, 2, 8, 8)), f"position_bias=a tensor .* of {HERE}: not supported"),
     ("head mask", dict(head_mask=torch.ones(2)), f"head_mask=a tensor .* of {HERE}: not supported"),
-    ("output_attentions", dict(output_attentions=True), f"output_attentions=True of {HERE}: attention weights are never stored"),
+    (
+        "output_attentions",
+        dict(output_attentions=True),
+        f"output_attentions=True of {HERE}: attention weights are never stored",
+    ),
     ("unknown option", dict(temperature=0.5), f"temperature=0.5 of {HERE}: not supported"),
     ("matrix", dict(mask=torch.zeros(1, 1, 8, 8)), rf"attention_mask=\(1, 1, 8, 8\) of {HERE}: a matrix is not supported"),
     ("no mask", dict(mask="none"), f"attention_mask=None of {HERE}, which is causal"),
-    ("no mask, window", dict(mask="none", causal=False, sliding_window=4), f"attention_mask=None of {HERE}, which is causal or has"),
+    (
+        "no mask, window",
+        dict(mask="none", causal=False, sliding_window=4),
+        f"attention_mask=None of {HERE}, which is causal or has",
+    ),
     ("other keys", dict(keys=12), f"attention_mask of {HERE} is for 8 queries and 8 keys, the layer has 8 and 12"),
     ("is_causal", dict(is_causal=False), f"is_causal=False of {HERE}, but its mask is causal"),
     ("window", dict(sliding_window=4), f"sliding_window=4 of {HERE}, but its mask has window=None"),
+    ("head dim", dict(width=12), "q and k have head dim 12: 16 to 256 in steps of 8 work"),
     ("dropout", dict(dropout=1.5), r"dropout=1.5 must be in \[0, 1\)"),
 ]
 
@@ -131,5 +145,14 @@ def test_an_option_that_cannot_be_honoured_is_refused(options: dict[str, Any], m
 
 def test_a_model_refuses_a_matrix() -> None:
     batch = make_batch("plain")
-    with pytest.raises(ValueError, match="a matrix is not supported; pass attention_mask .B, S. of 0 and 1"):
+    with pytest.raises(ValueError, match=r"a matrix is not supported; pass attention_mask .B, S. of 0 and 1"):
         make_model("llama", "ringspan")(batch["input_ids"], attention_mask=torch.zeros(2, 1, 37, 37, dtype=torch.float64))
+
+
+def test_a_compiled_model_equals_an_eager_one() -> None:
+    model = make_model("gemma3", "ringspan")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for kind, seed in (("left", 0), ("packed", 0), ("packed", 1)):
+        inputs = inputs_of(make_batch(kind, seed))
+        assert torch.equal(compiled(**inputs).logits, model(**inputs).logits)

@@ -60,7 +60,11 @@ def overlay(*index: torch.Tensor) -> torch.Tensor:
 
 REFUSED: list[tuple[str, Callable[[], Any], str]] = [
     ("or_mask_function", lambda: make("create_causal_mask", or_mask_function=overlay), "or_mask_function of model 'toy'"),
-    ("and_mask_function", lambda: make("create_causal_mask", and_mask_function=overlay), "and_mask_function=overlay of model 'toy'"),
+    (
+        "and_mask_function",
+        lambda: make("create_causal_mask", and_mask_function=overlay),
+        "and_mask_function=overlay of model 'toy'",
+    ),
     ("chunked", lambda: make("create_chunked_causal_mask"), r"chunked attention \(attention_chunk_size\) of model 'toy'"),
     (
         "image tokens",
@@ -100,12 +104,12 @@ def test_a_changed_interface_is_detected(change: str, monkeypatch: pytest.Monkey
     elif change == "closure":
         changed.sliding_window_overlay = lambda size: lambda *index: index[3] > index[2] - size
     if change != "meaning":
-        with pytest.raises(ValueError, match="masking_utils.sliding_window_overlay"):
+        with pytest.raises(ValueError, match=r"masking_utils\.sliding_window_overlay"):
             learn_mask_functions(changed)
         return
     original = masking_utils.sliding_window_overlay
     monkeypatch.setattr(masking_utils, "sliding_window_overlay", lambda size: original(size + 1))
     check = masks.MaskRules.joined  # our reading changes too, so the meaning is changed on one side only
     monkeypatch.setattr(masks.MaskRules, "joined", lambda a, b: check(a, b)._replace(left=min(a.left, b.left, 2)))
-    with pytest.raises(ValueError, match="create_sliding_window_causal_mask with window=3.*differs"):
+    with pytest.raises(ValueError, match=r"create_sliding_window_causal_mask with window=3.*differs"):
         check_interface(masking_utils, "ringspan")

@@ -29,7 +29,7 @@ def test_the_oracle_equals_eager_in_fp32(name: str) -> None:
     for kind in ("plain", "left", "packed"):
         batch, eager = make_batch(kind), make_model(name, "eager", torch.float32)
         if kind == "packed":
-            starts = [(positions == 0).nonzero().flatten().tolist() + [None] for positions in batch["position_ids"]]
+            starts = [[*(positions == 0).nonzero().flatten().tolist(), None] for positions in batch["position_ids"]]
             rows = [[ids[i:j] for i, j in pairwise(edges)] for ids, edges in zip(batch["input_ids"], starts, strict=True)]
             logits = torch.stack([torch.cat([eager(ids[None]).logits[0] for ids in row]) for row in rows])
         else:

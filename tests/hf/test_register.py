@@ -41,7 +41,7 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(ValueError, match="transformers=4.57.1 is too old: 5 and newer work"):
+    with pytest.raises(ValueError, match=r"transformers=4\.57\.1 is too old: 5 and newer work"):
         ringspan.hf.register()
 
 

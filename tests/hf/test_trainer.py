@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ringspan.hf import context_parallel
 from tests.hf import trainer_jobs
 from tests.hf.models import relative_errors
 
@@ -41,6 +42,28 @@ def test_two_ranks_and_a_resumed_run(ranks: Callable[..., list[Any]], one_rank: 
 
 
 def test_two_replicas_of_two_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    one = trainer_jobs.train(str(tmp_path / "one"), attention="eager", per_device_train_batch_size=4)
-    for run in ranks(trainer_jobs.train_on_ring, 4, 2, str(tmp_path / "four")):
+    """Numbers of samples that leave no short batch: with replicas, the Trainer fills those from the start of the data."""
+    sizes = dict(samples=24, evaluated=8)
+    one = trainer_jobs.train(str(tmp_path / "one"), attention="eager", per_device_train_batch_size=4, **sizes)
+    for run in ranks(partial(trainer_jobs.train_on_ring, **sizes), 4, 2, str(tmp_path / "four")):
         compare(run, one)
+
+
+def test_options_that_a_ring_cannot_honour_are_refused(tmp_path: Path) -> None:
+    for options, name in (
+        (dict(label_smoothing_factor=0.1), "label_smoothing_factor=0.1"),
+        (dict(average_tokens_across_devices=False), "average_tokens_across_devices=False"),
+        (dict(train_sampling_strategy="batch_rebalance"), "train_sampling_strategy='batch_rebalance'"),
+        (dict(attention="eager"), "attn_implementation='eager'"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} under a ring"):
+            trainer_jobs.train(str(tmp_path), ring=context_parallel(), **options)
+
+
+def test_whole_logits_are_predicted_once(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Metrics see the sequences that one rank would predict. Five sequences leave a short batch, eight do not."""
+    for size, data, samples in ((2, 1, 5), (4, 2, 8)):
+        logits, labels, loss = trainer_jobs.predict(str(tmp_path), samples, attention="eager")
+        for predicted in filter(None, ranks(trainer_jobs.predict_on_ring, size, data, str(tmp_path), samples)):
+            assert predicted[0].shape == logits.shape and abs(predicted[0] - logits).max() < 1e-4
+            assert (predicted[1] == labels).all() and predicted[2] == pytest.approx(loss, rel=1e-5)
