@@ -34,7 +34,7 @@ def check_case(case: Case, backend: str, dtype: torch.dtype, device: str) -> Non
     keep = None
     if case.dropout:
         seed, keys = torch.tensor(case.seed, device=device), tensors["k"].shape[1]
-        p = torch.arange(case.rows, device=device) + keys - case.rows
+        p = case.q_positions(device)
         keep = keep_mask(seed, case.dropout, case.batch, range(case.heads[0]), p, one_segment(keys))
     truth = dense(case, tensors, torch.float64, keep)
     low = dense(case, tensors, dtype, keep)
