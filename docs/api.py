@@ -45,7 +45,8 @@ HEADINGS = ("Args", "Arguments", "Attributes", "Returns", "Yields", "Raises", "E
 LISTS = ("Args", "Arguments", "Attributes", "Raises")  # "name: text" items
 INTERNAL = {  # methods for other packages of ringspan, without use to a caller
     *(f"Mask.{name}" for name in ("bounds", "from_bounds", "host_mask", "covers_block", "has_padding")),
-    *("Mask.documents_batch", "Mask.prefix_batch", "Layout.check_mask", "Layout.validate_mask"),
+    *(f"Mask.{name}" for name in ("joint_segments", "with_tables", "documents_batch", "prefix_batch")),
+    *("Layout.check_mask", "Layout.validate_mask"),
 }
 ALIASES = {"Segment": "Rows of a local tensor as (start, step, count): row i of the segment has position start + i · step."}
 

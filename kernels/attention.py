@@ -222,7 +222,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     mask, options = _mask_and_options(starts, ends, prefix, seed, numbers, factors, backend)
     carry = None if sinks is None else sink_carry(sinks, q)
-    return block_forward(q, k, v, mask, carry=carry, **options)
+    return block_forward(q, k, v, mask, *mask.joint_segments(q.shape[1], k.shape[1]), carry=carry, **options)
 
 
 @derivative("attention_backward")
@@ -244,9 +244,10 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dsinks (empty without sinks)
     mask, options = _mask_and_options(starts, ends, prefix, seed, numbers, factors, backend)
-    delta = output_delta(dout, out, dlse, backend=backend, mask=mask)
+    q_at, k_at = mask.joint_segments(q.shape[1], k.shape[1])
+    delta = output_delta(dout, out, dlse, backend=backend, mask=mask, q_at=q_at)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    block_backward(dout, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)
+    block_backward(dout, q, k, v, lse, delta, mask, q_at, k_at, dq, dk, dv, accumulate=False, **options)
     return dq, dk, dv, sink_gradient(sinks, lse, delta) if sinks is not None else lse.new_empty(0)
 
 

@@ -158,7 +158,8 @@ def output_delta(
         with _without_autocast(out):
             delta = torch.einsum("bshd,bshd->bhs", dout.to(acc), out.to(acc))
     if mask is not None and mask.has_padding:
-        lo, hi = mask.interval(positions(one_segment(out.shape[1]) if q_at is None else q_at, out.device))
+        q_at = q_at or mask.joint_segments(out.shape[1], mask.key_length or 0)[0] or one_segment(out.shape[1])
+        lo, hi = mask.interval(positions(q_at, out.device))
         padding = lo > hi  # (rows,) or (B, rows)
         delta[:, :, : lo.shape[-1]].masked_fill_(padding[:, None] if padding.ndim == 2 else padding, 0)
     if dlse is not None:
@@ -275,6 +276,8 @@ def _block_mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | N
     mask = FULL_MASK if mask is None else mask
     if not isinstance(mask, Mask) or q_at is None:
         check_mask(q, k, mask)
+        if mask.key_length is not None:
+            raise ValueError("mask with key_documents needs q_at and k_at: take both from mask.joint_segments(S, Sk)")
     else:
         check_mask_batch(q, mask)
     if not mask.covers_block(*call.at):

@@ -7,7 +7,7 @@ A causal prefix is visible to every query: hi = max(hi, min(prefix − 1, docume
 ids. A negative id is padding: its interval is empty, and no query attends to it.
 
 Positions count keys. The last query is at the position of the last key; with more queries than keys, the first queries
-are at negative positions.
+are at negative positions. With `key_documents` each document aligns in this way (see document_tables.py).
 
 Intervals, because lo and hi never decrease with p: the first and the last row of a tile bound the keys that the tile
 needs. Kernels skip tiles outside these bounds and compare nothing in tiles inside every row's interval. The queries that
@@ -15,15 +15,22 @@ attend to one key form an interval too, which the backward uses. A mask costs tw
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringspan.kernels.segments import POSITION_LIMIT, Segment, position_range
+from ringspan.kernels.document_tables import (
+    SENTINEL,
+    Tables,
+    ids_are_ordered,
+    joint_tables_from_ids,
+    query_origin,
+    tables_from_ids,
+)
+from ringspan.kernels.segments import POSITION_LIMIT, Segment, one_segment, position_range
 
 NO_LIMIT = 2**31 - 1  # hi where only the number of keys bounds it
-SENTINEL = -1  # "unbounded" for left and right in Bounds
 
 
 class Bounds(NamedTuple):
@@ -57,13 +64,17 @@ class Mask:
             attends to them.
         prefix: Number of first keys that every query attends to, within its document: an int ≥ 0 or integers of shape
             (B,). Needs causal=True and no window.
+        key_documents: Integer ids of the keys, (Sk,) or (B, Sk), if they differ from those of the queries. A document is
+            then the rows with one id, and its last query is at the position of its last key. Apart from padding, ids may
+            not decrease; a device-side assertion checks ids on a GPU. Not with a prefix, and not in a ring.
 
     Raises:
-        ValueError: An argument has the wrong type, shape or range, or `prefix` is used without `causal` or with a window.
+        ValueError: An argument has the wrong type, shape or range, or two arguments do not go together.
 
     Example:
         >>> Mask(causal=True, window=4096)
         >>> Mask.from_lengths([512, 3584], causal=True)
+        >>> Mask(causal=True, documents=[0, 1], key_documents=[0] * 500 + [1] * 40)  # one new token for each of two
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class Mask:
         window: int | tuple[int, int] | None = None,
         documents: Tensor | Sequence[int] | None = None,
         prefix: int | Tensor | None = None,
+        key_documents: Tensor | Sequence[int] | None = None,
     ) -> None:
         if not isinstance(causal, bool):
             raise ValueError(f"causal={causal!r} must be True or False (a window is passed by name: window=…)")
@@ -82,12 +94,27 @@ class Mask:
                 f"prefix with causal={causal}, window={window}: a prefix widens a causal mask, so it needs causal=True and "
                 "no window"
             )
+        if key_documents is not None and documents is None:
+            raise ValueError("documents=None with key_documents: pass the ids of the queries as documents")
+        if key_documents is not None and prefix is not None:
+            raise ValueError(f"prefix={prefix} with key_documents: a prefix needs the same documents for queries and keys")
         self.window = window
+        self._lengths: tuple[int, int] | None = None
+        padded, starts, ends = False, None, None
         with torch.inference_mode(False):  # autograd cannot save an inference tensor for a backward
             self.documents = None if documents is None else _documents(documents)
+            self.key_documents = None if key_documents is None else _documents(key_documents, "key_documents")
             self.prefix = None if prefix is None else _prefix(prefix)
-            starts, ends = (None, None) if self.documents is None else _document_bounds(self.documents)
-        padded = self.documents is not None and _may_be_negative(self.documents)
+            if self.documents is not None:
+                padded = _may_be_negative(self.documents)
+            if self.documents is not None and self.key_documents is not None:
+                padded = padded or _may_be_negative(self.key_documents)
+                _check_pair(self.documents, self.key_documents)
+                starts, ends = joint_tables_from_ids(self.documents, self.key_documents, left, right)
+                left = right = SENTINEL  # the tables contain them
+                self._lengths = self.documents.shape[-1], self.key_documents.shape[-1]
+            elif self.documents is not None:
+                starts, ends = tables_from_ids(self.documents)
         self._bounds = Bounds(left, right, padded, starts, ends, self.prefix)
         self._bounds_on: dict[torch.device, Bounds] = {}
 
@@ -135,12 +162,24 @@ class Mask:
         return self._bounds_on[device]
 
     @classmethod
-    def from_bounds(cls, bounds: Bounds) -> "Mask":
+    def from_bounds(cls, bounds: Bounds, lengths: tuple[int, int] | None = None) -> "Mask":
         """Return the mask with these bounds: the inverse of `bounds`, for operators, which receive numbers and tensors."""
         mask = cls.__new__(cls)  # __init__ would compute the bounds again in every call
         mask.causal, mask.window = bounds.right == 0, None if bounds.left == SENTINEL else (bounds.left, bounds.right)
-        mask.documents, mask.prefix = None, bounds.prefix
-        mask._bounds, mask._bounds_on = bounds, {}
+        mask.documents, mask.key_documents, mask.prefix = None, None, bounds.prefix
+        mask._bounds, mask._bounds_on, mask._lengths = bounds, {}, lengths
+        return mask
+
+    def with_tables(self, tables: Tables, lengths: tuple[int, int] | None = None) -> "Mask":
+        """Return a mask with these rules and the documents of a table, none of them padding (see document_tables.py).
+
+        Args:
+            tables: First and last row of each position's document, int32.
+            lengths: Number of queries and of keys, if it is a joint table. It contains the causal rule and the window.
+        """
+        left, right = (SENTINEL, SENTINEL) if lengths is not None else self._bounds[:2]
+        mask = Mask.from_bounds(Bounds(left, right, False, *tables, None), lengths)
+        mask.causal, mask.window = self.causal, self.window
         return mask
 
     def host_mask(self) -> "Mask":
@@ -162,9 +201,21 @@ class Mask:
 
     @property
     def length(self) -> int | None:
-        """Number of positions that the documents describe; None without documents."""
+        """Number of queries that the documents describe; None without documents."""
         starts = self._bounds.starts
-        return None if starts is None else starts.shape[-1]
+        return self._lengths[0] if self._lengths is not None else None if starts is None else starts.shape[-1]
+
+    @property
+    def key_length(self) -> int | None:
+        """Number of keys that `key_documents` describe; None without them, where it equals `length`."""
+        return None if self._lengths is None else self._lengths[1]
+
+    def joint_segments(self, num_queries: int, num_keys: int) -> tuple[list[Segment] | None, list[Segment] | None]:
+        """Return the positions of whole sequences in a joint table, as segments of queries and keys; else (None, None)."""
+        starts = self._bounds.starts
+        if starts is None or starts.shape[-1] == num_queries:  # a joint table is longer
+            return None, None
+        return one_segment(num_queries, query_origin(num_keys)), one_segment(num_keys)
 
     @property
     def documents_batch(self) -> int | None:
@@ -194,7 +245,7 @@ class Mask:
         """Return the first and last visible key, lo and hi, of queries at these positions.
 
         Args:
-            positions: (n,) integers.
+            positions: (n,) integers. With `key_documents`, those of `joint_segments`.
             num_keys: Limit hi to num_keys − 1. None: no limit.
 
         Returns:
@@ -222,8 +273,11 @@ class Mask:
         return visible if visible.ndim == 3 else visible[None]
 
     def __repr__(self) -> str:
-        shape = None if self._bounds.starts is None else tuple(self._bounds.starts.shape)
-        return f"Mask(causal={self.causal}, window={self.window}, documents={shape}, prefix={self.prefix})"
+        starts = self._bounds.starts
+        documents: Any = None if starts is None else tuple(starts.shape)
+        if self._lengths is not None:
+            documents = "{} queries, {} keys".format(*self._lengths)
+        return f"Mask(causal={self.causal}, window={self.window}, documents={documents}, prefix={self.prefix})"
 
 
 def _window(window: int | tuple[int, int] | None, causal: bool) -> tuple[int, int]:
@@ -242,16 +296,40 @@ def _window(window: int | tuple[int, int] | None, causal: bool) -> tuple[int, in
     return min(left, POSITION_LIMIT), 0 if causal else min(right, POSITION_LIMIT)
 
 
-def _documents(documents: Tensor | Sequence[int]) -> Tensor:
+def _documents(documents: Tensor | Sequence[int], name: str = "documents") -> Tensor:
     try:
         ids = documents if isinstance(documents, Tensor) else torch.as_tensor(documents)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"documents must be integer ids of shape (S,) or (B, S): {error}") from None
+        raise ValueError(f"{name} must be integer ids of shape (S,) or (B, S): {error}") from None
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"documents must hold integer ids, not {ids.dtype}: use documents.long()")
+        raise ValueError(f"{name} must hold integer ids, not {ids.dtype}: use {name}.long()")
     if ids.ndim not in (1, 2):
-        raise ValueError(f"documents must have shape (S,) or (B, S), not {tuple(ids.shape)}")
+        raise ValueError(f"{name} must have shape (S,) or (B, S), not {tuple(ids.shape)}")
     return ids
+
+
+def _check_pair(documents: Tensor, key_documents: Tensor) -> None:
+    """Validate ids of queries and keys that are matched by value."""
+    if documents.device != key_documents.device:
+        raise ValueError(
+            f"key_documents are on {key_documents.device}, documents on {documents.device}: move one with .to(device)"
+        )
+    batches = {ids.shape[0] for ids in (documents, key_documents) if ids.ndim == 2 and ids.shape[0] != 1}
+    if len(batches) > 1:
+        raise ValueError(
+            f"key_documents of shape {tuple(key_documents.shape)} with documents of shape {tuple(documents.shape)}: "
+            "their batch sizes must be equal, or one of them has one row"
+        )
+    for name, ids in (("documents", documents), ("key_documents", key_documents)):
+        message = (
+            f"{name} decrease, or have padding within a document: with key_documents, a document is one range of rows, "
+            "and ids ascend; number the documents in order"
+        )
+        ordered = ids_are_ordered(ids)
+        if torch.compiler.is_compiling() or ids.device.type != "cpu":
+            torch._assert_async(ordered, message)  # no host sync
+        elif not ordered:
+            raise ValueError(message)
 
 
 def _prefix(prefix: int | Tensor) -> Tensor:
@@ -268,20 +346,6 @@ def _prefix(prefix: int | Tensor) -> Tensor:
 
 def _may_be_negative(ids: Tensor) -> bool:
     return torch.compiler.is_compiling() or ids.device.type != "cpu" or bool((ids < 0).any())
-
-
-def _document_bounds(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last position of each position's document; an empty interval for negative ids."""
-    length = ids.shape[-1]
-    index = torch.arange(length, device=ids.device).expand(ids.shape)
-    if length == 0:
-        return index.to(torch.int32), index.to(torch.int32)
-    edge = torch.ones_like(ids[..., :1], dtype=torch.bool)
-    change = ids[..., 1:] != ids[..., :-1]
-    starts = torch.where(torch.cat([edge, change], -1), index, 0).cummax(-1).values
-    ends = torch.where(torch.cat([change, edge], -1), index, length).flip(-1).cummin(-1).values.flip(-1)
-    ends = torch.where(ids < 0, starts - 1, ends)
-    return starts.to(torch.int32).contiguous(), ends.to(torch.int32).contiguous()  # kernels use one stride for both
 
 
 def _document_of(p: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

@@ -62,10 +62,16 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask) -> None:
     """Validate the mask of whole sequences, in which documents describe every position of q and k."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a ringspan.Mask or None, not {type(mask).__name__}: masks are rules, not matrices")
-    if mask.length is not None and not mask.length == q.shape[1] == k.shape[1]:
+    if mask.key_length is not None:
+        if (mask.length, mask.key_length) != (q.shape[1], k.shape[1]):
+            raise ValueError(
+                f"documents describe {mask.length} queries and key_documents {mask.key_length} keys, q has {q.shape[1]} and "
+                f"k has {k.shape[1]}: pass one id for each"
+            )
+    elif mask.length is not None and not mask.length == q.shape[1] == k.shape[1]:
         raise ValueError(
             f"documents describe {mask.length} positions, q has {q.shape[1]} and k has {k.shape[1]}: "
-            "documents need S == Sk and one id for each position"
+            "documents need S == Sk and one id for each position (or key_documents as well)"
         )
     check_mask_batch(q, mask)
 

@@ -16,6 +16,7 @@ from ringspan.kernels.attention import attention, cast_for_autocast
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.validate import check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination.argument_check import COMPARED_CALLS, report_rejection
+from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
 from ringspan.parallel.ring_attention import ring_attention
@@ -102,7 +103,7 @@ def context_attention(
 
     Every rank of the mesh's context group must call it, with its own shards and otherwise equal arguments. The result is the
     shard of what `attention` computes for the whole sequence. With one rank this is `attention`; without Ulysses ranks it is
-    `ring_attention`. n is `layout.local_length`.
+    `ring_attention`. n is `layout.local_length`. DTensors work as in `ring_attention`.
 
     Args:
         q: (B, n, Hq, D), the shard of `mesh.context_rank`. `mesh.ulysses` divides Hq.
@@ -136,7 +137,15 @@ def context_attention(
             step.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a ringspan.Mesh, not {type(mesh).__name__}: make it with Mesh(data, ring, ulysses)")
+        made = "make it with Mesh(data, ring, ulysses) or Mesh.from_device_mesh"
+        raise ValueError(f"mesh must be a ringspan.Mesh, not {type(mesh).__name__}: {made}")
+    if has_dtensors(q, k, v, sinks, seed):
+        if mesh is None:
+            raise ValueError("mesh=None with DTensors: pass Mesh.from_device_mesh(device_mesh, ring=…), or call ring_attention")
+        shards = DTensorShards(q, k, v, sinks, dict(seed=seed), 1, layout, mesh)
+        local_options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=shards.sinks, dropout=dropout, seed=seed)
+        local_options |= dict(return_lse=return_lse, deterministic=deterministic, backend=backend, transport=transport)
+        return shards.wrap(context_attention(shards.q, shards.k, shards.v, mask, layout=layout, mesh=mesh, **local_options))
     size, ulysses = (1, 1) if mesh is None else (mesh.context_size, mesh.ulysses)
     try:
         _validate_layout(layout, size, ulysses, transport)

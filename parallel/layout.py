@@ -185,7 +185,12 @@ class Layout:
         return pairs
 
     def check_mask(self, mask: Mask) -> None:
-        """Raise a ValueError if the mask's documents have another length than the layout."""
+        """Raise a ValueError if the mask's documents have another length than the layout, or keys have their own."""
+        if mask.key_length is not None:
+            raise ValueError(
+                f"mask.key_documents describe {mask.key_length} keys: in a layout queries and keys are the same tokens; "
+                "leave key_documents out, or call attention on one GPU"
+            )
         if mask.length is not None and mask.length != self.length:
             raise ValueError(
                 f"mask.documents describe {mask.length} positions, the layout has length={self.length}: pass the ids of the "

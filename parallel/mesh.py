@@ -5,13 +5,17 @@
 
 Ulysses is the innermost axis, because no compute overlaps its all-to-alls; the ring is next. So the neighbours of both are on
 one host as long as they fit. context_rank = ring_rank · ulysses + ulysses_rank numbers the ranks that share a sequence. Every
-rank creates all groups in the same order, once. A job of one process needs no torch.distributed.
+rank creates all groups in the same order, once. A job of one process needs no torch.distributed. `from_device_mesh` takes the
+grid of a torch DeviceMesh instead, in any order.
 """
 
+import math
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.parallel.coordination import process_groups
 from ringspan.parallel.layout import Layout
@@ -31,6 +35,7 @@ class Mesh:
         data, ring, ulysses, world_size, context_size: Sizes; context_size = ring · ulysses ranks share a sequence.
         data_rank, ring_rank, ulysses_rank, context_rank: This process's rank along each axis.
         data_group, ring_group, ulysses_group, context_group: This process's groups; None without torch.distributed.
+        context_ranks: Ranks in the job that share this process's sequences, in the order of `context_rank`.
         timeout: The limit as a timedelta; None without torch.distributed if none was passed.
 
     Raises:
@@ -49,6 +54,7 @@ class Mesh:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.data_rank, self.context_rank = divmod(rank, self.context_size)
         self.ring_rank, self.ulysses_rank = divmod(self.context_rank, ulysses)
+        self.context_ranks = list(range(rank - self.context_rank, rank - self.context_rank + self.context_size))
         self.data_group: ProcessGroup | None = None
         self.context_group: ProcessGroup | None = None
         self.ring_group: ProcessGroup | None = None
@@ -56,6 +62,102 @@ class Mesh:
         if dist.is_initialized():
             self.timeout = self.timeout or process_groups.timeout_of(dist.distributed_c10d._get_default_group())
             self._build_groups()
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        ring: str | None = None,
+        ulysses: str | None = None,
+        data: str | tuple[str, ...] | None = None,
+    ) -> "Mesh":
+        """Return the mesh with the axes of a torch DeviceMesh. A collective of all ranks of the job.
+
+        It takes the DeviceMesh's groups, and creates those that the DeviceMesh does not have.
+
+        Args:
+            device_mesh: DeviceMesh over all ranks of the job, each dimension in ascending rank order.
+            ring: Name of the ring's dimension; None: no ring, or the only dimension of a mesh that has one.
+            ulysses: Name of the Ulysses dimension; None: no Ulysses.
+            data: Names of the dimensions whose ranks have different sequences; None: all other dimensions. Ranks along any
+                dimension without a name here, such as tensor parallelism, have the same tokens.
+
+        Returns:
+            A Mesh. Its timeout is that of the ring's group.
+
+        Raises:
+            ValueError: A name is unknown or used twice, or the DeviceMesh does not have all ranks in ascending order.
+
+        Example:
+            >>> device_mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
+            >>> mesh = Mesh.from_device_mesh(device_mesh, ring="cp")
+        """
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ValueError(f"device_mesh={device_mesh!r} must be a torch DeviceMesh, from init_device_mesh")
+        if device_mesh.size() != dist.get_world_size():
+            raise ValueError(
+                f"device_mesh has {device_mesh.size()} ranks, the job has {dist.get_world_size()}: pass the mesh of all ranks "
+                "and name its dimensions (ring_attention takes a part of a mesh as its group)"
+            )
+        if ring is None and ulysses is None and device_mesh.ndim == 1:
+            axes: dict[str, tuple[int, ...]] = {"ring": (0,), "ulysses": ()}
+        elif ring is None and ulysses is None:
+            raise ValueError(f"ring=None, ulysses=None: name the ring's dimension, one of {device_mesh.mesh_dim_names}")
+        else:
+            dims = (("ring", ring), ("ulysses", ulysses))
+            axes = {a: () if dim is None else (process_groups.mesh_dim(device_mesh, dim, a),) for a, dim in dims}
+        context = axes["ring"] + axes["ulysses"]
+        if data is None:
+            axes["data"] = tuple(dim for dim in range(device_mesh.ndim) if dim not in context)
+        else:
+            names = (data,) if isinstance(data, str) else tuple(data)
+            axes["data"] = tuple(process_groups.mesh_dim(device_mesh, dim, "data") for dim in names)
+        if len(set(axes["data"] + context)) != len(axes["data"] + context):
+            raise ValueError(f"data={data!r}, ring={ring!r}, ulysses={ulysses!r}: each dimension may be used once")
+        mesh = cls.__new__(cls)
+        mesh._take_axes(device_mesh, axes)
+        return mesh
+
+    def _take_axes(self, device_mesh: DeviceMesh, axes: dict[str, tuple[int, ...]]) -> None:
+        ranks = device_mesh.mesh
+        coordinate = device_mesh.get_coordinate()
+        assert coordinate is not None, "the mesh has all ranks of the job"
+
+        def position(dims: tuple[int, ...]) -> tuple[int, int]:
+            """Return the size of these dimensions together, and this rank's index."""
+            size, index = 1, 0
+            for dim in dims:
+                size, index = size * ranks.shape[dim], index * ranks.shape[dim] + coordinate[dim]
+            return size, index
+
+        def group(dims: tuple[int, ...]) -> ProcessGroup | None:
+            rank_lists = _rank_lists(ranks, dims)
+            if len(dims) != 1:
+                return self._new_groups(rank_lists)
+            if any(each != sorted(each) for each in rank_lists):
+                name = (device_mesh.mesh_dim_names or ("0",) * len(coordinate))[dims[0]]
+                raise ValueError(
+                    f"device_mesh: the ranks along {name!r} are not in ascending order; init_device_mesh sorts them"
+                )
+            return device_mesh.get_group(dims[0])
+
+        self.world_size = dist.get_world_size()
+        self.timeout = process_groups.timeout_of(dist.distributed_c10d._get_default_group())
+        self.data, self.data_rank = position(axes["data"])
+        self.ring, self.ring_rank = position(axes["ring"])
+        self.ulysses, self.ulysses_rank = position(axes["ulysses"])
+        self.context_rank = self.ring_rank * self.ulysses + self.ulysses_rank
+        self.data_group, self.ring_group, self.ulysses_group = (group(axes[axis]) for axis in ("data", "ring", "ulysses"))
+        assert self.ring_group is not None
+        self.timeout = process_groups.timeout_of(self.ring_group)
+        context = axes["ring"] + axes["ulysses"]
+        self.context_group = self.ring_group if not axes["ulysses"] else self.ulysses_group
+        if len(context) == 2:
+            self.context_group = self._new_groups(_rank_lists(ranks, context))
+        self.context_ranks = process_groups.ranks_along(device_mesh, context, "device_mesh")
+        if self.ring > 1:
+            self._add_gradient_group(_rank_lists(ranks, axes["ring"]))
 
     @property
     def context_size(self) -> int:
@@ -86,9 +188,12 @@ class Mesh:
         rings = [[d * c + r * u + i for r in range(self.ring)] for d in range(self.data) for i in range(u)]
         self.ring_group = self._new_groups(rings)
         if self.ring > 1:
-            gradient_group = self._new_groups(rings)
-            assert self.ring_group is not None and gradient_group is not None
-            process_groups.register_gradient_group(self.ring_group, gradient_group)
+            self._add_gradient_group(rings)
+
+    def _add_gradient_group(self, rings: list[list[int]]) -> None:
+        gradient_group = self._new_groups(rings)
+        assert self.ring_group is not None and gradient_group is not None
+        process_groups.register_gradient_group(self.ring_group, gradient_group)
 
     def _new_groups(self, rank_lists: list[list[int]]) -> ProcessGroup | None:
         """Create these groups and return the one of this process. Every rank must create every group, in the same order."""
@@ -114,6 +219,12 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh(data={self.data}, ring={self.ring}, ulysses={self.ulysses}): rank {self.data_rank}.{self.context_rank}"
+
+
+def _rank_lists(ranks: Tensor, dims: tuple[int, ...]) -> list[list[int]]:
+    """Return the ranks along these dimensions of a mesh, the last varying fastest, for each index of the others."""
+    others = [dim for dim in range(ranks.ndim) if dim not in dims]
+    return ranks.permute(*others, *dims).reshape(-1, math.prod(ranks.shape[dim] for dim in dims)).tolist()
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:

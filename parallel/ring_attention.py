@@ -13,9 +13,7 @@ import hashlib
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ringspan.kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
 from ringspan.kernels.backends.choose import choose_backend
@@ -23,7 +21,8 @@ from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.validate import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
-from ringspan.parallel.coordination.process_groups import RingGroups, group_by_name, ring_groups
+from ringspan.parallel.coordination.process_groups import GroupLike, RingGroups, as_process_group, group_by_name, ring_groups
+from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
 from ringspan.parallel.ring import ring_backward, ring_forward
@@ -55,10 +54,10 @@ def ring_attention(
     backend: str = "auto",
     *,
     layout: Layout,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     transport: str = "auto",
     head_start: int = 0,
-    sequence_group: ProcessGroup | None = None,
+    sequence_group: GroupLike | None = None,
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -76,10 +75,10 @@ def ring_attention(
     deterministic: bool = False,
     backend: str = "auto",
     layout: Layout,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     transport: str = "auto",
     head_start: int = 0,
-    sequence_group: ProcessGroup | None = None,
+    sequence_group: GroupLike | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def ring_attention(
@@ -97,10 +96,10 @@ def ring_attention(
     backend: str = "auto",
     *,
     layout: Layout,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     transport: str = "auto",
     head_start: int = 0,
-    sequence_group: ProcessGroup | None = None,
+    sequence_group: GroupLike | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
@@ -117,15 +116,18 @@ def ring_attention(
     backend: str = "auto",
     *,
     layout: Layout,
-    group: ProcessGroup | None = None,
+    group: GroupLike | None = None,
     transport: str = "auto",
     head_start: int = 0,
-    sequence_group: ProcessGroup | None = None,
+    sequence_group: GroupLike | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence whose shards are on the ranks of a group. Differentiable.
 
     Every rank of the group must call it, with its own shards and otherwise equal arguments. The result is the shard of what
     `attention` computes for the whole sequence. n is `layout.local_length`.
+
+    q, k and v may be DTensors that are sharded on the sequence, Shard(1), along the ring's mesh dimension. Their local shards
+    are the rows of the layout. Results are then DTensors as well. Other mesh dimensions may shard the batch or replicate.
 
     Args:
         q: (B, n, Hq, D), this rank's shard of the queries. Dtypes and head dims as in `attention`.
@@ -144,7 +146,8 @@ def ring_attention(
             the ring itself always adds in a fixed order.
         backend: "auto", "reference", "chunked", "triton" or "hopper".
         layout: Layout of the sequence over the ranks of the group, with ulysses = 1.
-        group: Process group of the ring; the default group if None. Without torch.distributed there is one rank.
+        group: Process group of the ring, a DeviceMesh of one dimension, or (DeviceMesh, name of a dimension). The default is
+            the default group. Without torch.distributed there is one rank.
         transport: "auto", "p2p" (send/recv), "copy" (copy engines, one host), "all_gather" or "copy_all" (the same two, with
             all remote blocks in one step).
         head_start: Index of the first query head among all heads, if this rank has only some of them.
@@ -161,9 +164,15 @@ def ring_attention(
         RuntimeError: A peer rank has died or did not answer within the group's timeout. The message names rank, operator and
             step.
     """
-    group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+    if has_dtensors(q, k, v, sinks, seed):
+        shards = DTensorShards(q, k, v, sinks, dict(seed=seed), 1, layout, group)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=shards.sinks, dropout=dropout, seed=seed)
+        options |= dict(return_lse=return_lse, deterministic=deterministic, backend=backend, transport=transport)
+        options |= dict(layout=layout, group=shards.group, head_start=head_start, sequence_group=sequence_group)
+        return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **options))
+    group = as_process_group(group)
     size, rank, group_name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
-    sequence_group = group if sequence_group is None else sequence_group
+    sequence_group = group if sequence_group is None else as_process_group(sequence_group, "sequence_group")
     sequence_name = sequence_group.group_name if sequence_group is not None and sequence_group.size() > 1 else ""
     mask = Mask() if mask is None else mask
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication

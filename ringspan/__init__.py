@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from ringspan.kernels.loss import linear_cross_entropy as linear_cross_entropy
     from ringspan.kernels.mask import Mask as Mask
     from ringspan.kernels.paged_attention import paged_attention as paged_attention
+    from ringspan.kernels.varlen import attention_varlen as attention_varlen
     from ringspan.parallel.context_attention import context_attention as context_attention
     from ringspan.parallel.layout import Layout as Layout
     from ringspan.parallel.mesh import Mesh as Mesh
     from ringspan.parallel.ring_attention import ring_attention as ring_attention
+    from ringspan.parallel.ring_attention_varlen import ring_attention_varlen as ring_attention_varlen
 
 __version__ = "0.1.0"
 ROOT = Path(__file__).resolve().parent.parent  # the folder that this package is imported from: a checkout or site-packages
@@ -29,20 +31,24 @@ _MODULES = {
     "Mask": "ringspan.kernels.mask",
     "Mesh": "ringspan.parallel.mesh",
     "attention": "ringspan.kernels.attention",
+    "attention_varlen": "ringspan.kernels.varlen",
     "context_attention": "ringspan.parallel.context_attention",
     "linear_cross_entropy": "ringspan.kernels.loss",
     "paged_attention": "ringspan.kernels.paged_attention",
     "ring_attention": "ringspan.parallel.ring_attention",
+    "ring_attention_varlen": "ringspan.parallel.ring_attention_varlen",
 }
 __all__ = [  # literal for type checkers; a test compares it with _MODULES
     "Layout",
     "Mask",
     "Mesh",
     "attention",
+    "attention_varlen",
     "context_attention",
     "linear_cross_entropy",
     "paged_attention",
     "ring_attention",
+    "ring_attention_varlen",
 ]
 
 

@@ -7,14 +7,17 @@ K/V would delay the next kernel by its whole transfer.
 import os
 import socket
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # operators receive a group by its name
 
 from ringspan.parallel.coordination import arrivals, progress
+
+GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str]  # a mesh of one dimension, or a mesh and a dimension's name
 
 
 class RingGroups(NamedTuple):
@@ -31,6 +34,50 @@ class RingGroups(NamedTuple):
 # By name, together with the group: once all groups have been destroyed, new groups get the same names.
 _gradient_groups: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
 _ring_groups: dict[str, RingGroups] = {}
+
+
+def as_process_group(group: GroupLike | None, name: str = "group") -> ProcessGroup | None:
+    """Return the process group that an argument means; for None the default group, or None without torch.distributed.
+
+    Raises:
+        ValueError: `group` is of another type, or a mesh whose dimension is not clear, unknown or not in rank order.
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, ProcessGroup):
+        return group
+    mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+    if not isinstance(mesh, DeviceMesh) or not isinstance(dim, str | None):
+        raise ValueError(
+            f"{name}={group!r}: it must be a ProcessGroup, a DeviceMesh of one dimension, or (DeviceMesh, name of a dimension)"
+        )
+    if dim is None and mesh.ndim != 1:
+        names: Any = mesh.mesh_dim_names or mesh.ndim
+        raise ValueError(
+            f"{name} is a DeviceMesh with dimensions {names}: a group has one; pass ({name}, 'name of a dimension')"
+        )
+    index = 0 if dim is None else mesh_dim(mesh, dim, name)
+    if not torch.compiler.is_compiling():
+        ranks = ranks_along(mesh, (index,), name)
+        if ranks != sorted(ranks):
+            raise ValueError(f"{name}: the mesh has ranks {ranks} in this order; a process group has them in ascending order")
+    return mesh.get_group(index)
+
+
+def mesh_dim(mesh: DeviceMesh, dim: str, name: str) -> int:
+    """Return the index of a dimension of a mesh."""
+    if dim not in (mesh.mesh_dim_names or ()):
+        raise ValueError(f"{name}={dim!r}: the DeviceMesh has the dimensions {mesh.mesh_dim_names}; take one of them")
+    return (mesh.mesh_dim_names or ()).index(dim)
+
+
+def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...], name: str) -> list[int]:
+    """Return the global ranks along some dimensions of a mesh, through this rank; the last of `dims` varies fastest."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{name}: rank {dist.get_rank()} is not in {mesh}; only its ranks may call")
+    ranks = mesh.mesh[tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))]
+    return ranks.permute([sorted(dims).index(dim) for dim in dims]).flatten().tolist()
 
 
 def group_by_name(name: str) -> ProcessGroup:

@@ -16,7 +16,7 @@ from ringspan.kernels.runtime import call_cache
 from ringspan.kernels.segments import one_segment, positions
 from ringspan.kernels.tensors import accumulation_dtype
 from tests.conftest import HAS_GPU
-from tests.kernels.cases import BACKENDS_AND_DTYPES, LENGTH, gradient_sums, packed, random_inputs
+from tests.kernels.helpers.cases import BACKENDS_AND_DTYPES, LENGTH, gradient_sums, packed, random_inputs
 
 MASKS = {
     "full": Mask(),

@@ -14,8 +14,8 @@ from ringspan.kernels.blocks import block_forward
 from ringspan.kernels.runtime import call_cache
 from ringspan.kernels.segments import one_segment
 from tests.kernels.backends.test_backends import check_case
-from tests.kernels.cases import CASES
-from tests.kernels.dense import Case
+from tests.kernels.helpers.cases import CASES
+from tests.kernels.helpers.dense import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -5,23 +5,23 @@ import torch
 
 from ringspan import Mask, attention
 from ringspan.kernels.segments import positions
-from tests.kernels.cases import CASES, packed
-from tests.kernels.dense import Case
+from tests.kernels.helpers.cases import CASES, packed
+from tests.kernels.helpers.dense import Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_visible_equals_the_rules_pair_by_pair(case: Case) -> None:
     keys = case.rows if case.keys is None else case.keys
-    p = torch.arange(case.rows) + keys - case.rows
-    visible = case.mask().visible(p, torch.arange(keys))
+    visible = case.mask().visible(case.q_positions(), torch.arange(keys))
     assert torch.equal(*torch.broadcast_tensors(visible, case.visible("cpu")))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interval_bounds_never_decrease(case: Case) -> None:
     """Therefore the first and last row bound a tile. Positions past the documents, a layout's padding, are included."""
-    lo, hi = case.mask().interval(torch.arange(case.rows + 9))
-    assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
+    for positions_ in (torch.arange(case.rows + 9), case.q_positions()):
+        lo, hi = case.mask().interval(positions_)
+        assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
 
 
 def test_interval_of_small_masks() -> None:
@@ -92,6 +92,19 @@ def test_host_mask_hides_no_visible_key() -> None:
             r"documents must have shape .*, not \(1, 2, 3\)",
         ),
         (dict(documents=["a"]), r"documents must be integer ids of shape \(S,\) or \(B, S\)"),
+        (dict(key_documents=[0]), "documents=None with key_documents: pass the ids of the queries"),
+        (dict(documents=[0], key_documents=[0], prefix=1, causal=True), "prefix=1 with key_documents: a prefix needs the same"),
+        (dict(documents=[0], key_documents=[0.5]), "key_documents must hold integer ids, not torch.float32"),
+        (dict(documents=[1, 0], key_documents=[0]), "documents decrease, or have padding within .* ids ascend"),
+        (dict(documents=[0], key_documents=[0, -1, 0]), "key_documents decrease, or have padding within a document"),
+        (
+            dict(documents=torch.zeros(2, 3).long(), key_documents=torch.zeros(4, 3).long()),
+            r"key_documents of shape \(4, 3\) with documents of shape \(2, 3\): their batch sizes must be equal",
+        ),
+        (
+            dict(documents=torch.zeros(3).long(), key_documents=torch.zeros(3, device="meta").long()),
+            "key_documents are on meta, documents on cpu",
+        ),
     ],
 )
 def test_invalid_masks_are_rejected(arguments: dict, message: str) -> None:
@@ -125,3 +138,17 @@ def test_a_mask_made_in_inference_mode_works_in_training(device: str) -> None:
         q = torch.randn(1, 16, 2, 16, device=device, requires_grad=True)
         attention(q, q, q, mask).sum().backward()
         assert q.grad is not None
+
+
+def test_key_documents_compile_as_one_graph() -> None:
+    """With an assertion on the order of ids, which eager mode reads."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, ids: torch.Tensor, key_ids: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, k, Mask(causal=True, documents=ids, key_documents=key_ids))
+
+    q, k, ids = torch.randn(2, 6, 2, 16), torch.randn(2, 9, 2, 16), torch.tensor([0, 0, 1, 1, 1, -1])
+    key_ids = torch.tensor([[-1, 0, 0, 0, 1, 1, 1, 1, 1], [0] * 8 + [1]])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, ids, key_ids), layer(q, k, ids, key_ids))
+    with pytest.raises(RuntimeError, match=r"^key_documents decrease"):
+        compiled(q, k, ids, key_ids.flip(1))

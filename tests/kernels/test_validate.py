@@ -9,7 +9,7 @@ import torch
 from ringspan import Mask, attention
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.segments import one_segment
-from tests.kernels.cases import LENGTH, random_inputs
+from tests.kernels.helpers.cases import LENGTH, random_inputs
 
 INT64, INT32 = torch.int64, torch.int32
 
@@ -31,6 +31,11 @@ INT64, INT32 = torch.int64, torch.int32
         (dict(mask=torch.ones(24, 24)), "mask must be a ringspan.Mask or None, not Tensor"),
         (dict(mask=Mask(documents=torch.zeros(23, dtype=INT64))), "documents describe 23 positions, q has 24 and k has 24"),
         (dict(mask=Mask(documents=torch.zeros(3, 24, dtype=INT64))), "documents of batch size 3, but q has 2"),
+        (
+            dict(mask=Mask(documents=[0] * 24, key_documents=[0] * 25)),
+            "documents describe 24 queries and key_documents 25 keys, q has 24 and k has 24: pass one id for each",
+        ),
+        (dict(mask=Mask(documents=torch.zeros(3, 24, dtype=INT64), key_documents=[0] * 24)), "documents of batch size 3"),
         (dict(mask=Mask(causal=True, prefix=torch.tensor([1, 2, 3]))), "prefix of batch size 3, but q has 2"),
         (dict(scale=float("nan")), "scale=nan must be a finite number"),
         (dict(scale=float("inf")), "scale=inf must be a finite number"),
@@ -69,6 +74,7 @@ def test_block_forward_rejects_invalid_arguments(device: str) -> None:
         (dict(head_start=1.0), "head_start=1.0 must be an int >= 0"),
         (dict(head_start=True), "head_start=True must be an int >= 0"),
         (dict(mask=torch.ones(LENGTH, LENGTH)), "mask must be a ringspan.Mask or None"),
+        (dict(mask=Mask(documents=[0] * LENGTH, key_documents=[0] * LENGTH)), "mask with key_documents needs q_at and k_at"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             block_forward(**(dict(q=q, k=k, v=v, mask=None) | change))

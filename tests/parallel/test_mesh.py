@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from ringspan import Mesh
-from tests.parallel.helpers import jobs
+from tests.parallel.helpers import jobs, varlen_jobs
 from tests.parallel.helpers.pool import Failed
 
 
@@ -51,3 +51,55 @@ def test_one_process_needs_no_torch_distributed() -> None:
         ((name, value),) = arguments.items()
         with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
             Mesh(**arguments)
+
+
+def test_from_a_device_mesh(pools) -> None:
+    """Any order of the dimensions. Its groups are those of the DeviceMesh, or are added; tp has the same tokens."""
+    results = pools(8)(varlen_jobs.mesh_of, (2, 2, 2), ("cp", "dp", "tp"), dict(ring="cp", data="dp"))
+    assert [r["ring"] for r in results] == [(2, rank // 4) for rank in range(8)]
+    assert [r["data"] for r in results] == [(2, rank // 2 % 2) for rank in range(8)]
+    assert results[3]["ring_group"] == results[3]["context_group"] == results[3]["context_ranks"] == [3, 7]
+    assert results[3]["data_group"] == [1, 3] and results[3]["ulysses_group"] == [3]
+    results = pools(8)(varlen_jobs.mesh_of, (2, 2, 2), ("u", "dp", "r"), dict(ring="r", ulysses="u"))
+    assert results[3]["context_ranks"] == [2, 6, 3, 7] and results[3]["context_group"] == [2, 3, 6, 7]
+    assert [r["context_rank"] for r in results] == [0, 2, 0, 2, 1, 3, 1, 3]
+    assert results[7]["ulysses_group"] == [3, 7] and results[7]["ring_group"] == [6, 7] and results[7]["data_group"] == [5, 7]
+    results = pools(4)(varlen_jobs.mesh_of, (4,), (), {})
+    assert [(r["ring"], r["data"], r["ulysses"]) for r in results] == [((4, rank), (1, 0), (1, 0)) for rank in range(4)]
+    results = pools(4)(varlen_jobs.mesh_of, (2, 2), ("dp", "u"), dict(ulysses="u"))
+    assert results[2] | dict(timeout=0) == {
+        "data": (2, 1), "ring": (1, 0), "ulysses": (2, 0), "data_group": [0, 2], "ring_group": [2], "ulysses_group": [2, 3],
+        "context_group": [2, 3], "context_ranks": [2, 3], "context_rank": 0, "timeout": 0,
+    }  # fmt: skip
+    assert all(r["timeout"] == 60 for r in results)  # the pool's
+
+
+@pytest.mark.parametrize(
+    "sizes, names, axes",
+    [
+        ((4,), ("cp",), dict(ring="cp")),
+        ((2, 2), ("dp", "cp"), dict(ring="cp")),
+        ((2, 2), ("ulysses", "ring"), dict(ring="ring", ulysses="ulysses")),
+        ((2, 2), ("cp", "tp"), dict(ulysses="cp", data=())),
+    ],
+)
+def test_attention_over_a_device_mesh(sizes: tuple, names: tuple, axes: dict, pools) -> None:
+    assert max(pools(4)(varlen_jobs.compare_on_device_mesh, sizes, names, axes)) <= 1e-12
+
+
+def test_unclear_groups_and_device_meshes_are_rejected(pools) -> None:
+    for errors in pools(4)(varlen_jobs.group_errors):
+        for name, message in {
+            "grid": "group is a DeviceMesh with dimensions ('dp', 'cp'): a group has one; pass (group, 'name of a dimension')",
+            "unknown": "group='tp': the DeviceMesh has the dimensions ('dp', 'cp'); take one of them",
+            "type": "group='cp': it must be a ProcessGroup, a DeviceMesh of one dimension, or (DeviceMesh,",
+            "ranks": "layout has ranks=4, the group has 2",
+            "order": "group: the mesh has ranks [3, 2, 1, 0] in this order; a process group has them in ascending order",
+            "mesh type": "device_mesh='cp' must be a torch DeviceMesh",
+            "mesh part": "device_mesh has 2 ranks, the job has 4: pass the mesh of all ranks",
+            "mesh axes": "ring=None, ulysses=None: name the ring's dimension, one of ('dp', 'cp')",
+            "mesh unknown": "ring='tp': the DeviceMesh has the dimensions ('dp', 'cp')",
+            "mesh twice": "data=None, ring='cp', ulysses='cp': each dimension may be used once",
+            "mesh order": "device_mesh: the ranks along 'cp' are not in ascending order",
+        }.items():
+            assert errors[name].startswith(message), errors[name]

@@ -7,8 +7,8 @@ from ringspan import attention
 from ringspan.kernels.dropout import keep_mask
 from ringspan.kernels.segments import one_segment
 from tests.conftest import HAS_GPU
-from tests.kernels.cases import CASES
-from tests.kernels.dense import Case, assert_close, dense
+from tests.kernels.helpers.cases import CASES
+from tests.kernels.helpers.dense import Case, assert_close, dense
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +34,7 @@ def check_case(case: Case, backend: str, dtype: torch.dtype, device: str) -> Non
     keep = None
     if case.dropout:
         seed, keys = torch.tensor(case.seed, device=device), tensors["k"].shape[1]
-        p = torch.arange(case.rows, device=device) + keys - case.rows
+        p = case.q_positions(device)
         keep = keep_mask(seed, case.dropout, case.batch, range(case.heads[0]), p, one_segment(keys))
     truth = dense(case, tensors, torch.float64, keep)
     low = dense(case, tensors, dtype, keep)

@@ -12,7 +12,7 @@ from ringspan import Mask, attention
 from ringspan.kernels import blocks
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.runtime import call_cache
-from tests.kernels.cases import LENGTH, random_inputs
+from tests.kernels.helpers.cases import LENGTH, random_inputs
 
 
 @pytest.fixture

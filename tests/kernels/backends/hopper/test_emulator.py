@@ -20,7 +20,7 @@ from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 from tests.kernels.backends.hopper.emulator.memory import Barrier
 from tests.kernels.backends.hopper.emulator.scheduler import NoProgress, Scheduler
 from tests.kernels.backends.test_backends import check_case
-from tests.kernels.dense import Case
+from tests.kernels.helpers.dense import Case
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU the tests run compiled kernels, not the emulator")
 

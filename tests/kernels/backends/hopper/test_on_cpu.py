@@ -17,8 +17,8 @@ from ringspan.kernels.runtime.launch import Launch
 from tests.conftest import HAS_GPU
 from tests.kernels.backends.hopper.emulator import emulate
 from tests.kernels.backends.test_backends import check_case
-from tests.kernels.cases import CASES
-from tests.kernels.dense import Case
+from tests.kernels.helpers.cases import CASES
+from tests.kernels.helpers.dense import Case
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="with a GPU tests/kernels/test_gpu.py runs the compiled kernels")
 

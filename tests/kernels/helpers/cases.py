@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.tensors import accumulation_dtype
-from tests.kernels.dense import Case
+from tests.kernels.helpers.dense import Case
 
 
 def packed(*lengths: int) -> tuple[int, ...]:
@@ -45,6 +45,27 @@ CASES = [
     Case("no-batch", batch=0, documents=packed(20, 50), causal=True),
     Case("documents-unordered", documents=(5,) * 20 + (2,) * 20 + (5,) * 30),
     Case("all-padding", documents=packed(-70), causal=True),
+    Case("key-documents", documents=packed(20, 13, 1, 36), key_documents=packed(3, 40, 30, 7), keys=80),
+    Case(
+        "key-documents-causal",
+        rows=45,
+        keys=90,
+        heads=(4, 2),
+        causal=True,
+        sinks=True,
+        documents=(0,) * 9 + (2,) * 20 + (3,) * 1 + (5,) * 15,
+        key_documents=(1,) * 30 + (2,) * 5 + (3,) * 45 + (5,) * 10,
+    ),
+    Case(
+        "key-documents-window",
+        rows=66,
+        keys=34,
+        batch=2,
+        window=(5, 2),
+        documents=(packed(-6, 30, 30), packed(16, 50)),
+        key_documents=(packed(-4, 20, -3, -7), packed(20, 14)),
+    ),
+    Case("key-documents-dropout", keys=40, causal=True, dropout=0.3, documents=packed(70), key_documents=packed(40)),
     Case("prefix", causal=True, prefix=25),
     Case("prefix-0", causal=True, prefix=0),
     Case("prefix-long", causal=True, prefix=1000),

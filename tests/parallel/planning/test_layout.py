@@ -134,3 +134,9 @@ def test_zigzag_balances_causal_work() -> None:
 def test_errors_name_the_argument_and_a_remedy(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_documents_of_the_keys_have_no_place_in_a_layout() -> None:
+    mask = Mask(causal=True, documents=[0] * 8, key_documents=[0] * 8)
+    with pytest.raises(ValueError, match=r"^mask.key_documents describe 8 keys: .* call attention on one GPU"):
+        Layout("zigzag", length=8, ranks=2).work(mask)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringspan import Mask
+from ringspan.kernels.document_tables import query_origin
 
 INF = float("inf")
 
@@ -27,6 +28,7 @@ class Case:
     causal: bool = False
     window: int | tuple[int, int] | None = None
     documents: tuple = ()
+    key_documents: tuple = ()
     prefix: int | tuple | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -44,18 +46,25 @@ class Case:
         def grow(x):
             return tuple(grow(y) for y in x) if isinstance(x, tuple) else x if x is None else x * factor
 
-        documents = self.documents
-        if documents and isinstance(documents[0], tuple):
-            documents = tuple(tuple(i for i in row for _ in range(factor)) for row in documents)
-        else:
-            documents = tuple(i for i in documents for _ in range(factor))
+        def repeat(ids):
+            if ids and isinstance(ids[0], tuple):
+                return tuple(repeat(row) for row in ids)
+            return tuple(i for i in ids for _ in range(factor))
+
         lengths = {name: grow(getattr(self, name)) for name in ("rows", "keys", "window", "prefix")}
-        return replace(self, **lengths, documents=documents)
+        return replace(self, **lengths, documents=repeat(self.documents), key_documents=repeat(self.key_documents))
 
     def mask(self, device: str = "cpu") -> Mask:
         documents = torch.tensor(self.documents, device=device) if self.documents else None
         prefix = torch.tensor(self.prefix, device=device) if isinstance(self.prefix, tuple) else self.prefix
-        return Mask(self.causal, self.window, documents, prefix)
+        key_documents = torch.tensor(self.key_documents, device=device) if self.key_documents else None
+        return Mask(self.causal, self.window, documents, prefix, key_documents)
+
+    def q_positions(self, device: str = "cpu") -> Tensor:
+        """Return the positions of the queries; those of the keys begin with 0."""
+        keys = self.rows if self.keys is None else self.keys
+        first = query_origin(keys) if self.key_documents else keys - self.rows
+        return torch.arange(self.rows, device=device) + first
 
     def tensors(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
         keys = self.rows if self.keys is None else self.keys
@@ -87,9 +96,16 @@ class Case:
     def visible(self, device: str) -> Tensor:
         """Return the mask as bool (B or 1, S, Sk), from the definition of each rule."""
         keys = self.rows if self.keys is None else self.keys
-        p = (torch.arange(self.rows, device=device) + keys - self.rows)[:, None]
+        i = torch.arange(self.rows, device=device)
+        p = (i + keys - self.rows)[:, None]
         j = torch.arange(keys, device=device)[None, :]
         visible = torch.ones(1, self.rows, keys, dtype=torch.bool, device=device)
+        if self.key_documents:
+            q_ids, k_ids = (torch.tensor(ids, device=device) for ids in (self.documents, self.key_documents))
+            q_ids, k_ids = q_ids.reshape(-1, self.rows, 1), k_ids.reshape(-1, 1, keys)
+            visible = (q_ids == k_ids) & (q_ids >= 0)
+            last_query = torch.where(q_ids == q_ids.transpose(1, 2), i, -1).amax(-1, keepdim=True)
+            p = i[:, None] - last_query + torch.where(visible, j, -1).amax(-1, keepdim=True)
         if self.causal:
             visible = visible & (j <= p)
         if self.window is not None:
@@ -97,7 +113,7 @@ class Case:
             visible = visible & (j >= p - left) & (j <= p + right)
         if self.prefix is not None:
             visible = visible | (j < torch.as_tensor(self.prefix, device=device).reshape(-1, 1, 1))
-        if self.documents:
+        if self.documents and not self.key_documents:
             ids = torch.tensor(self.documents, device=device)
             ids = ids if ids.ndim == 2 else ids[None]
             number = torch.cat([torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).long()], 1).cumsum(1)
@@ -135,6 +151,47 @@ def dense(case: Case, tensors: dict[str, Tensor], dtype: torch.dtype, keep: Tens
     loss = (out * tensors["dout"].to(dtype)).sum() + (torch.where(torch.isinf(lse), 0, lse) * dlse).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def boundaries(lengths: tuple[int, ...]) -> list[int]:
+    """Return cu_seqlens of documents with these lengths."""
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def dense_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    keep: Tensor | None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """out (T, Hq, Dv) and lse (Hq, T), document by document, with autograd."""
+    outs, stats = [q[:0, :, :1].expand(-1, -1, v.shape[2])], [q[:0, :, 0].T]  # without documents
+    starts = boundaries(lengths), boundaries(key_lengths)
+    group = q.shape[1] // k.shape[1]
+    for document, (n, m) in enumerate(zip(lengths, key_lengths, strict=True)):
+        rows, keys = (slice(start[document], start[document + 1]) for start in starts)
+        s = torch.einsum("ihd,jhd->hij", q[rows], k[keys].repeat_interleave(group, 1)) * (scale or q.shape[2] ** -0.5)
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        ahead = torch.arange(m, device=q.device)[None, :] - torch.arange(n, device=q.device)[:, None] - (m - n)
+        left, right = (window - 1, window - 1) if isinstance(window, int) else window or (n + m, n + m)
+        visible = (ahead >= -left) & (ahead <= (0 if causal else right))
+        column = s.new_full((q.shape[1], n, 1), -torch.inf) if sinks is None else sinks[:, None, None].expand(-1, n, 1)
+        scores = torch.cat([column, s.masked_fill(~visible, -torch.inf)], -1)
+        empty = torch.isinf(scores).all(-1, keepdim=True)
+        weights = torch.where(empty, 0, torch.softmax(torch.where(empty, 0, scores), -1))[..., 1:]
+        if keep is not None:
+            weights = weights * keep[:, rows, keys] / (1 - dropout)
+        outs.append(torch.einsum("hij,jhd->ihd", weights, v[keys].repeat_interleave(group, 1)))
+        stats.append(torch.where(empty, -torch.inf, torch.where(empty, 0, scores).logsumexp(-1, keepdim=True))[..., 0])
+    return torch.cat(outs), torch.cat(stats, 1)
 
 
 def assert_close(results: dict[str, Tensor], truth: dict[str, Tensor], low: dict[str, Tensor], dtype: torch.dtype) -> None:
