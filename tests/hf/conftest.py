@@ -11,13 +11,6 @@ from tests.parallel.helpers import pool as pools
 pytest.importorskip("transformers")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest runs all tests that need the ranks, so that they start once."""
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()) and item.path.parent.name == "hf":
-            item.add_marker(pytest.mark.xdist_group("hf"))
-
-
 @pytest.fixture(scope="package")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     pools.context.set_forkserver_preload(["torch", "tests.parallel.helpers.work", "tests.hf.jobs"])  # if it does not run yet

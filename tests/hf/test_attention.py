@@ -150,9 +150,9 @@ def test_a_model_refuses_a_matrix() -> None:
 
 
 def test_a_compiled_model_equals_an_eager_one() -> None:
-    model = make_model("gemma3", "ringspan")
+    model = make_model("llama", "ringspan", num_hidden_layers=1)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
-    for kind, seed in (("left", 0), ("packed", 0), ("packed", 1)):
+    for kind, seed in (("packed", 0), ("left", 1)):
         inputs = inputs_of(make_batch(kind, seed))
         assert torch.equal(compiled(**inputs).logits, model(**inputs).logits)

@@ -18,7 +18,7 @@ RUNS = 4  # errors are RMS over runs: single ones scatter
 def run(name: str, attention: str, kind: str, dtype: torch.dtype, ring: Any = None, seed: int = 0) -> dict[str, torch.Tensor]:
     """All gradients of a step."""
     batch = {key: x.cuda() for key, x in make_batch(kind, seed, LENGTH).items()}
-    model = make_model(name, attention, dtype, max_position_embeddings=2 * LENGTH).cuda()
+    model = make_model(name, attention, dtype, max_position_embeddings=2 * LENGTH, head_dim=64).cuda()
     if ring is None:
         whole_loss(model(**inputs_of(batch)).logits.float(), batch["labels"]).backward()
         return gradients_of(model)
