@@ -13,6 +13,7 @@ from tests.parallel.helpers.pool import Pool
 pytestmark = pytest.mark.gpu
 LENGTH = 1_531
 RUNS = 4  # errors are RMS over runs: single ones scatter
+RUNS_WITH_EXPERTS = 24  # in bf16 a token may go to another expert, and the experts' gradients scatter more
 
 
 def run(name: str, attention: str, kind: str, dtype: torch.dtype, ring: Any = None, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -38,14 +39,14 @@ def test_one_gpu_is_as_exact_as_eager(name: str, kind: str) -> None:
     if (name, kind) == ("gpt-oss", "packed"):
         kind = "right"
     sums: dict[str, dict[str, float]] = {"eager": {}, "ringspan": {}}
-    for seed in range(RUNS):
+    for seed in range(RUNS_WITH_EXPERTS if name == "gpt-oss" else RUNS):
         truth = run(name, "eager", kind, torch.float32, seed=seed)
         for attention, totals in sums.items():
             for parameter, error in errors_of(run(name, attention, kind, torch.bfloat16, seed=seed), truth).items():
                 totals[parameter] = totals.get(parameter, 0.0) + error
     ratios = {parameter: (sums["ringspan"][parameter] / error) ** 0.5 for parameter, error in sums["eager"].items()}
     together = (sum(sums["ringspan"].values()) / sum(sums["eager"].values())) ** 0.5
-    assert together < 1.25 and max(ratios.values()) < 1.5, (together, ratios)
+    assert together < 1.25 and max(ratios.values()) < 1.5, (together, sorted((r, p) for p, r in ratios.items())[-4:])
 
 
 @pytest.fixture(scope="module")
