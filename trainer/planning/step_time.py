@@ -90,3 +90,7 @@ def step_time(config: Config, world: int, target: Machine) -> dict[str, float]:
     # ZeRO 2 and 3 reduce gradients during the backward, and ZeRO 3 prefetches weights: compute hides most of it.
     communication = nbytes / (LINK_EFFICIENCY * target.link) * (1.0 if engine.zero < 2 else EXPOSED)
     return {"matmuls": matmuls, "attention": attention, "exposed communication of ZeRO": communication}
+
+
+if __name__ == "__main__":  # `make tables`
+    SPEEDS.write_text("[\n" + ",\n".join(map(json.dumps, measured_speeds(Path("docs/results")))) + "\n]\n")
