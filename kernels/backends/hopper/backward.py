@@ -76,7 +76,7 @@ def attention_backward(
     ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, DQ_WIDTH], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
-    lse_tile = stats  # placeholder, unused: without softcap the matmul subtracts lse
+    lse_tile = stats  # not read without softcap: there the matmul subtracts lse
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with SKIPS_TILES also 2 and 4 if its queries see

@@ -74,7 +74,7 @@ def attention_forward(
     q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
     k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
-    o_tile = q_tile  # placeholder, unused
+    o_tile = q_tile  # not read without out_tiles
     if out_tiles is not None:
         o_tile = gl.allocate_shared_memory(
             out_tiles.dtype, [CONSUMERS, 1, 1, 64, out_tiles.block_type.shape[3]], out_tiles.layout
