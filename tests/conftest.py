@@ -12,15 +12,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
-# Files that take longest, so that workers end together. Ranks of one stand beside tests of one process of the next.
+# The longest files first, so that both workers end at about the same time.
 FIRST = (
-    "test_run", "test_blocks", "test_ring", "test_streams", "test_parity", "test_hopper_on_cpu", "test_resume", "test_backends",
-    "test_ahead", "test_op", "test_faults",
+    "test_run", "test_blocks", "test_ring", "test_streams", "test_launch", "test_parity", "test_on_cpu", "test_resume",
+    "test_backends", "test_ahead", "test_ring_attention", "test_faults",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where pytest has workers, each takes the next file."""
+    """Order the files, of which each worker takes the next; skip GPU tests without a GPU."""
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
@@ -39,7 +39,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def poisoned_memory():
-    """torch.empty and its like hold NaN, so that a row which nobody writes shows."""
+    """Fill new tensors with NaN, so that a row that is never written fails the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
