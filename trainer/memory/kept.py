@@ -3,8 +3,8 @@
 The region has the exact size of the plan (torch rounds each pinned block up to a power of two) and is taken before the first
 step. Copies run on two side streams, one per direction:
 
-    keep     write stream: waits for the tensor, copies it to its slot. At most one write is outstanding: the next `keep`
-             makes the main stream wait for the previous write, after which the tensor's device memory is free.
+    keep     write stream: waits for the tensors, copies them to their slots. At most one write is outstanding: the next
+             `keep` makes the main stream wait for the previous write, after which its tensors' device memory is free.
     prefetch read stream: waits for the main stream (so that the memory it writes is free), copies back
     take     the main stream waits for the read
 """
@@ -18,6 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.trainer.config.schema import Model
+from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.planning.flops import head_dim
+from ringspan.trainer.planning.memory import GIB, available_host_memory
 
 REPORT_SECONDS = 5.0  # pinning reports its progress as often
 
@@ -34,17 +40,21 @@ class HostRegion:
     def __init__(self, nbytes: int, device: torch.device, threads: int = 8) -> None:
         self.nbytes, self.device, self.registered = nbytes, device, False
         remedy = "take another plan with engine.memory, or raise the container's memory limit and `ulimit -l`"
+        if nbytes > (available := available_host_memory()):  # the kernel would kill the process that touches the pages
+            raise MemoryError(
+                f"{nbytes / GIB:.1f} GiB of host memory are planned, {available / GIB:.1f} are free: {remedy}"
+            )
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(f"{nbytes / 2**30:.1f} GiB of host memory cannot be mapped ({error}): {remedy}") from None
+            raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory cannot be mapped ({error}): {remedy}") from None
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if device.type != "cuda":
             return
         self._touch(threads)
         code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), nbytes, 0)
         if int(code) != 0:
-            raise MemoryError(f"{nbytes / 2**30:.1f} GiB of host memory cannot be page-locked ({code}): {remedy}")
+            raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory cannot be page-locked ({code}): {remedy}")
         self.registered = True
 
     def slot(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -104,28 +114,34 @@ class KeptTensors:
         self.region = HostRegion(offset, device) if on_host else None
         self._sizes = on_host
         self._kept: dict[Any, Tensor | _OnHost] = {}
-        self._writing: tuple[Any, Tensor] | None = None  # the event of the outstanding write, and its tensor
+        self._writing: tuple[Any, list[Tensor]] | None = None  # the event of the outstanding write, and its tensors
         self._write = self._read = None
         if device.type == "cuda" and on_host:
             self._write, self._read = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def keep(self, key: Any, tensor: Tensor) -> None:
-        """Keep a tensor that the current stream has written."""
-        assert key not in self._kept, f"{key} is kept already: a backward must follow each forward"
-        if key not in self._offsets:
-            self._kept[key] = tensor
-            return
-        assert tensor.nbytes <= self._sizes[key] and self.region is not None, (key, tensor.shape, self._sizes[key])
-        slot = self.region.slot(self._offsets[key], tuple(tensor.shape), tensor.dtype)
-        self._kept[key] = _OnHost(slot)
+    def keep(self, tensors: dict[Any, Tensor]) -> None:
+        """Keep tensors that the current stream has written. Those for the host are copied in one write."""
+        on_host = []
+        for key, tensor in tensors.items():
+            assert key not in self._kept, f"{key} is kept already: a backward must follow each forward"
+            if key not in self._offsets:
+                self._kept[key] = tensor
+                continue
+            assert tensor.nbytes <= self._sizes[key] and self.region is not None, (key, tensor.shape, self._sizes[key])
+            slot = self.region.slot(self._offsets[key], tuple(tensor.shape), tensor.dtype)
+            self._kept[key] = _OnHost(slot)
+            on_host.append((slot, tensor))
         if self._write is None:
-            slot.copy_(tensor)
+            for slot, tensor in on_host:
+                slot.copy_(tensor)
             return
-        self.finish_writes()
-        self._write.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._write):
-            slot.copy_(tensor, non_blocking=True)
-        self._writing = self._write.record_event(), tensor
+        if on_host:
+            self.finish_writes()
+            self._write.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._write):
+                for slot, tensor in on_host:
+                    slot.copy_(tensor, non_blocking=True)
+            self._writing = self._write.record_event(), [tensor for _, tensor in on_host]
 
     def finish_writes(self) -> None:
         """Make the current stream wait for the outstanding write, so that its tensor's memory may be reused."""
@@ -159,6 +175,11 @@ class KeptTensors:
             kept.arrived.wait(torch.cuda.current_stream(self.device))
         return kept.fetched
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host region."""
+        return self.region.nbytes if self.region is not None else 0
+
     def __contains__(self, key: Any) -> bool:
         return key in self._kept
 
@@ -166,6 +187,30 @@ class KeptTensors:
         """Drop what is kept, after an error or where no backward follows."""
         self.finish_writes()
         self._kept.clear()
+
+
+def host_sizes(
+    plan: MemoryPlan, model: Model, batch: int, rows: int, hidden: torch.dtype, attention: torch.dtype | None = None
+) -> dict[tuple[str, int], int]:
+    """Return the bytes of each tensor that a plan keeps on the host.
+
+    Args:
+        plan: the plan.
+        model: shape of the model.
+        batch: sequences of a micro-batch.
+        rows: tokens of each sequence on this rank.
+        hidden: dtype of the hidden states.
+        attention: dtype of attention's out, if it is another one.
+    """
+    sizes, layers = dict[tuple[str, int], int](), model.layers
+    attention = attention or hidden
+    for segment in plan.segments(layers)[: plan.inputs_on_host]:
+        sizes["x", segment[0]] = batch * rows * model.dim * hidden.itemsize
+    for layer in range(layers):
+        if plan.out_on_host(layer, layers):
+            sizes["out", layer] = batch * rows * model.heads * head_dim(model) * attention.itemsize
+            sizes["lse", layer] = batch * rows * model.heads * accumulation_dtype(attention).itemsize
+    return sizes
 
 
 class _OnHost:

@@ -40,6 +40,14 @@ class MemoryPlan:
         size = self.segment or 1
         return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
 
+    def chunk_rows(self, n: int) -> int:
+        """Rows of a chunk of n rows: `rows`, or a little less if chunks are of equal size then."""
+        if not self.rows or self.rows >= n:
+            return n
+        fewest = -(-n // self.rows)
+        number = next((number for number in range(fewest, fewest + fewest // 8 + 1) if n % number == 0), 0)
+        return n // number if number else self.rows
+
     def keeps_out(self, layer: int, layers: int) -> bool:
         return layer >= layers - self.outs
 

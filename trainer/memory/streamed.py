@@ -29,6 +29,7 @@ from ringspan.trainer.memory.kept import KeptTensors
 from ringspan.trainer.memory.plan import MemoryPlan
 
 Weights = tuple[Tensor | None, ...]
+SHAPES = 32  # graphs of a row function: chunks and their rest, all or some heads, with and without gradients, evaluation
 
 
 class RowFunctions(NamedTuple):
@@ -55,11 +56,19 @@ class Streaming:
         num_layers: layers of the model.
         attention: with `forward_into` and `backward_into` (parallel/context_attention.py).
         functions: the two row functions.
-        kept: where tensors are kept.
+        kept: where tensors are kept; on the device by default. May be replaced before the first forward.
     """
 
-    def __init__(self, plan: MemoryPlan, num_layers: int, attention: Any, functions: RowFunctions, kept: KeptTensors) -> None:
-        self.plan, self.num_layers, self.attention, self.functions, self.kept = plan, num_layers, attention, functions, kept
+    def __init__(
+        self, plan: MemoryPlan, num_layers: int, attention: Any, functions: RowFunctions, kept: KeptTensors | None = None
+    ) -> None:
+        self.plan, self.num_layers, self.attention, self.functions = plan, num_layers, attention, functions
+        self.kept = kept or KeptTensors(torch.device("cpu"), {})
+
+    def compile(self, **options: Any) -> None:
+        """Compile the row functions with torch.compile: a graph for each shape of a chunk serves all layers."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+        self.functions = RowFunctions(*(torch.compile(function, dynamic=False, **options) for function in self.functions))
 
     def run(self, layers: list[Any], inputs: list[LayerInputs], x: Tensor) -> Tensor:
         """Run consecutive layers; with gradients enabled, as one autograd function."""
@@ -71,7 +80,7 @@ class Streaming:
         return StreamedLayers.apply(self, layers, inputs, x, *weights)
 
     def _rows(self, n: int) -> Iterator[slice]:
-        step = self.plan.rows or n
+        step = self.plan.chunk_rows(n)
         return (slice(begin, min(begin + step, n)) for begin in range(0, n, step))
 
     def _groups(self, layer: Any) -> Iterator[slice]:
@@ -196,12 +205,11 @@ class StreamedLayers(torch.autograd.Function):
         device = x.device.type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         ctx.ran = False
-        kept.keep(("x", inputs[0].number), x.detach())
+        kept.keep({("x", inputs[0].number): x.detach()})
         for layer, each in zip(layers, inputs, strict=True):
             y, out, lse = streaming._forward(layer, each, x)
             if plan.keeps_out(each.number, total):
-                kept.keep(("out", each.number), out)
-                kept.keep(("lse", each.number), lse)
+                kept.keep({("out", each.number): out, ("lse", each.number): lse})
             x = y
             del y, out, lse
         return x

@@ -14,9 +14,13 @@ This is the memory of torch's allocator. RESERVE of the device's memory is left 
 Offloaded terms are counted separately, in the host's memory, which its ranks share.
 """
 
+import contextlib
+import functools
 import math
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import compiles, mesh_of, uses_bf16
@@ -32,7 +36,10 @@ MAX_LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered 
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22
 PART_BYTES, SHORT_SHARD = 2**28, 2**15
 SYMMETRIC = "ring's symmetric memory"  # K/V and gradients, with copy engines
+FORWARD, LOSS, OPTIMIZER = "the last layer's forward", "the loss", "the optimizer's step"
 BACKWARD_START, BACKWARD_END = "the start of the backward", "the end of the backward"
+# Moments of each phase that a run measures.
+PHASES = {"forward": (FORWARD, LOSS), "backward": (BACKWARD_START, BACKWARD_END), "step": (OPTIMIZER,)}
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Footprint:
 
     terms: dict[str, float] = field(default_factory=dict)
     moments: dict[str, list[str]] = field(default_factory=dict)
+    between_steps: list[str] = field(default_factory=list)
     offloaded: dict[str, float] = field(default_factory=dict)  # terms in the host's memory, during the whole run
 
     def at(self, moment: str) -> float:
@@ -53,6 +61,12 @@ class Footprint:
     @property
     def peak(self) -> float:
         return self.at(self.peak_moment)
+
+    def phase(self, name: str) -> float:
+        """Return the peak of a phase; that of "start" is what exists between steps."""
+        if name == "start":
+            return sum(self.terms[term] for term in self.between_steps)
+        return max(self.at(moment) for moment in PHASES[name])
 
     @property
     def on_host(self) -> float:
@@ -116,7 +130,9 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     elif engine.zero < 3:
         always["weights"] = b * P
     else:
-        gathered = min(P, MAX_LIVE_PARAMETERS, max((2 + max(plan.segment, 1)) * layer, model.vocabulary * model.dim)) + engine.prefetch_mb * 2**20 / b
+        # a segment's weights at a time, and those that are prefetched
+        most = max((2 + max(plan.segment, 1)) * layer, model.vocabulary * model.dim)
+        gathered = min(P, MAX_LIVE_PARAMETERS, most) + engine.prefetch_mb * 2**20 / b
         always["weights"] = (0 if engine.offload_parameters else b * P / shards) + b * min(gathered, P)
     moments = 8 if config.optim.kind == "adamw" else 8 - 4 * (counts.attention + counts.mlp) / P
     optimizer = moments * P / shards + (4 * P / shards if engine.zero else 0)
@@ -136,25 +152,30 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     if ring > 1 and gpu:  # for copy engines, the transport within one host
         always[SYMMETRIC] = symmetric_memory(*ring_shape, doubling)
 
-    kept, on_host = kept_by_layers(plan, model.layers, sizes, saved_by_autograd(config, sizes, gpu))
+    kept, on_host = kept_by_layers(plan, model.layers, sizes, saved_by_autograd(config, sizes, gpu) if plan.keeps_everything else 0.0)
     base = list(always)
+    rotation = "rotary angles, tokens"
+    result.between_steps = [name for name in base if name != rotation]
     always = result.terms = dict(always, **{"kept by layers": kept}, gradients=gradients)
     micro_batches = config.data.batch // (config.data.micro_batch * data)
     if engine.zero > 1 or micro_batches > 1 or in_place:
+        result.between_steps += ["gradients"] * (engine.zero > 1 or in_place)
         base.append("gradients")  # exist from the beginning, or since the previous micro-batch
 
     ring_buffers = 0.0
     if ring > 1:
         across_hosts = ring_backward_buffers(*ring_shape) - always.get(SYMMETRIC, 0)
         ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
-    backward = working_set(config, plan, sizes, counts, ring_buffers, ulysses > 1, gpu)
-    result.terms["a layer's backward"] = backward
-    result.terms["a segment's inputs"] = segment_temporaries(plan, model.layers, sizes)
+    result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, counts, ring, ulysses > 1, gpu)
+    result.terms["a layer's backward"] = working_set(config, plan, sizes, counts, ring_buffers, ring, ulysses > 1, gpu)
+    more, first = segment_tensors(plan, model.layers)
+    result.terms["a segment's tensors"] = max((x * sizes.inputs + out * sizes.outs for x, out in more), default=0.0)
+    result.terms["the first segment's tensors"] = first[0] * sizes.inputs + first[1] * sizes.outs
     weight_gradients = b * layer * max(plan.segment, 1) if engine.zero else 0
     result.terms["weight gradients of a segment"] = weight_gradients
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
-    result.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * sizes.inputs + table * (4 + b)
+    result.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 3 * sizes.inputs + table * (4 + b)
     result.terms["head's gradient"] = table * (b if engine.zero else 4)
     result.terms["optimizer's step"] = (
         0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
@@ -162,12 +183,18 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     # Autograd holds a tied head's gradient until the embedding's exists, at the end of the backward. If gradients are freed
     # after each step, the term "gradients" includes it then.
     tied = ["head's gradient"] * model.tied
-    layers = ["a layer's backward", "a segment's inputs", "weight gradients of a segment"]
+    layers = ["a layer's backward", "weight gradients of a segment"]
     for moment, names in {
-        "the loss": ["kept by layers", "loss"],
-        BACKWARD_START: ["kept by layers", *layers, *(tied if "gradients" in base else ["head's gradient"])],
-        BACKWARD_END: ["gradients", *layers, *(tied if "gradients" in base else [])],
-        "the optimizer's step": ["gradients", "optimizer's step"],
+        FORWARD: ["kept by layers", "a layer's forward"],
+        LOSS: ["kept by layers", "loss"],
+        BACKWARD_START: [
+            "kept by layers",
+            "a segment's tensors",
+            *layers,
+            *(tied if "gradients" in base else ["head's gradient"]),
+        ],
+        BACKWARD_END: ["gradients", "the first segment's tensors", *layers, *(tied if "gradients" in base else [])],
+        OPTIMIZER: ["gradients", "optimizer's step"],
     }.items():
         result.moments[moment] = list(dict.fromkeys([*base, *names]))
     if gpu:  # a CPU rank has one memory, which is counted above
@@ -197,7 +224,7 @@ def _offloaded(config: Config, kept: float, share: float, b: int, accumulates: b
 def saved_by_autograd(config: Config, sizes: Shape, gpu: bool) -> float:
     """Return the bytes that autograd saves of a layer under the plan `none`."""
     # In MLP widths: tensors that autograd saves (the compiler recomputes silu(gate)).
-    widths = (3 if compiles(config, gpu) else 4) if config.model.activation == "swiglu" else 2
+    widths = (3 if compiles(config, gpu, streamed=False) else 4) if config.model.activation == "swiglu" else 2
     b, n, dim = sizes.b, sizes.n, config.model.dim
     attention = b * n * (2 * dim + sizes.heads + 2 * sizes.kv) + sizes.outs
     return sizes.inputs + attention + b * n * (dim + widths * config.model.mlp_dim)
@@ -212,28 +239,76 @@ def kept_by_layers(plan: MemoryPlan, layers: int, sizes: Shape, saved: float) ->
     return device, sizes.inputs * plan.inputs_on_host + sizes.outs * plan.outs_on_host
 
 
-def segment_temporaries(plan: MemoryPlan, layers: int, sizes: Shape) -> float:
-    """Return the bytes of inputs and (out, lse) of one segment that are made again or fetched for its backward.
+@functools.cache
+def segment_tensors(plan: MemoryPlan, layers: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Count the inputs and (out, lse) on the device while a segment runs its backward.
 
-    The largest over all segments, of what a segment adds to the tensors that are kept on the device until then.
+    At its start those of all its layers are on the device: kept, fetched or made again. At its end, besides those of its first
+    layer, the tensors of the next segment are fetched from the host.
+
+    Returns:
+        (inputs, outs) at such moments, less the tensors that are on the device after the forward; the largest alone.
+        (inputs, outs) of the first segment at its start.
     """
     if plan.keeps_everything:
-        return 0.0
+        return [], (0, 0)
     segments = plan.segments(layers)
-    total = kept_by_layers(plan, layers, sizes, 0.0)[0]
-    most = 0.0
-    remaining = total  # on the device when a segment's backward begins
-    for number, segment in reversed(list(enumerate(segments))):
-        fetched_input = number < plan.inputs_on_host
-        own_outs = [layer for layer in segment if plan.keeps_out(layer, layers) and not plan.out_on_host(layer, layers)]
-        added = sizes.inputs * (len(segment) - 1 + fetched_input) + sizes.outs * (len(segment) - len(own_outs))
-        most = max(most, remaining + added - total)
-        remaining -= sizes.inputs * (not fetched_input) + sizes.outs * len(own_outs)
-    return max(most, 0.0)
+    kept = [
+        (number >= plan.inputs_on_host, sum(plan.keeps_out(i, layers) and not plan.out_on_host(i, layers) for i in segment))
+        for number, segment in enumerate(segments)
+    ]
+    remaining = [0, 0]
+    moments = []
+    for number in reversed(range(len(segments))):
+        size, (own_x, own_outs) = len(segments[number]), kept[number]
+        remaining[0] -= own_x
+        remaining[1] -= own_outs
+        moments.append((remaining[0] + size, remaining[1] + size))
+        if number:
+            fetched = sum(plan.out_on_host(i, layers) for i in segments[number - 1])
+            moments.append((remaining[0] + 1 + (not kept[number - 1][0]), remaining[1] + 1 + fetched))
+    largest = [m for m in set(moments) if not any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in moments)]
+    return largest, (len(segments[0]), len(segments[0]))
+
+
+def chunk_rows(plan: MemoryPlan, sizes: Shape) -> int:
+    """Return the rows of a chunk, of all sequences."""
+    return sizes.batch * plan.chunk_rows(sizes.n // sizes.batch)
+
+
+def forward_working_set(
+    config: Config, plan: MemoryPlan, sizes: Shape, counts: Parameters, ring: int, exchanges: bool, gpu: bool
+) -> float:
+    """Return the bytes that the forward of one layer needs in addition to the tensors that layers keep."""
+    model, b, n = config.model, sizes.b, sizes.n
+    if plan.keeps_everything:
+        return 0.0  # less than its backward
+    rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
+    widths = 3 if model.activation == "swiglu" else 2
+    x_and_out = sizes.inputs * (plan.segment > 1 or bool(plan.inputs_on_host)) + sizes.outs * (
+        plan.outs == 0 or bool(plan.outs_on_host)
+    )
+    carry = 4 * n * h if ring > 1 else 0
+    attention = b * n * (h + 2 * k) * (2 if exchanges else 1) + carry + b * rows * (model.dim + h + 2 * k) * (rows < n)
+    finish = sizes.inputs + b * rows * (widths * model.mlp_dim + 3 * model.dim)
+    return x_and_out + max(attention, finish)
+
+
+def _group(config: Config, plan: MemoryPlan, sizes: Shape) -> tuple[float, float]:
+    """Elements of the query heads and KV heads of a group, per token."""
+    share = plan.heads / config.model.kv_heads if plan.heads else 1.0
+    return sizes.heads * share, sizes.kv * share
 
 
 def working_set(
-    config: Config, plan: MemoryPlan, sizes: Shape, counts: Parameters, ring_buffers: float, exchanges: bool, gpu: bool
+    config: Config,
+    plan: MemoryPlan,
+    sizes: Shape,
+    counts: Parameters,
+    ring_buffers: float,
+    ring: int,
+    exchanges: bool,
+    gpu: bool,
 ) -> float:
     """Return the bytes that the backward of one layer needs in addition to x and (out, lse).
 
@@ -244,27 +319,27 @@ def working_set(
         project     dy, dk, dv; of a chunk: the norm's output, q, k, v and their gradients
     """
     model, b, n = config.model, sizes.b, sizes.n
-    rows = n if not plan.rows else min(n, sizes.batch * plan.rows)
-    share = plan.heads / model.kv_heads if plan.heads else 1.0
-    h, k = sizes.heads * share, sizes.kv * share
     swiglu = model.activation == "swiglu"
-    saved_widths, peak_widths = (3 if compiles(config, gpu) else 4, 6) if swiglu else (2, 3)
+    compiled = compiles(config, gpu, streamed=not plan.keeps_everything)
+    saved_widths, peak_widths = (3 if compiled else 4, 6) if swiglu else (2, 3)
     if plan.keeps_everything:
         mlp = b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
         attention = 4 * n * (sizes.heads + 2 * sizes.kv) + b * n * (2 * sizes.heads + 2 * sizes.kv + 2 * model.dim)
         return max(mlp, attention + ring_buffers + exchanges * b * n * (2 * sizes.heads + 2 * sizes.kv))
-    delta = 4 * n * model.heads
+    rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
+    whole = rows == n and h == sizes.heads  # project's graph lasts until its backward
     weights = counts.attention / model.layers, counts.mlp / model.layers
-    sums = 4 * sum(weights) if rows < n else 0  # fp32 sums of a layer's weight gradients
-    finish = b * rows * (peak_widths * model.mlp_dim + 3 * model.dim + sizes.heads) + b * weights[1]
+    sums = 4 * sum(weights) * (rows < n)  # fp32 sums of a layer's weight gradients
+    delta = 4 * n * model.heads
+    finish = delta + b * rows * (peak_widths * model.mlp_dim + 3 * model.dim + sizes.heads) + b * weights[1]
     kv_gradients = b * n * 2 * sizes.kv
-    graph = b * n * (model.dim + 2 * sizes.heads + 2 * sizes.kv) if rows == n and share == 1 else 0
-    attention = kv_gradients + b * n * (h + 2 * k) + 4 * n * h + b * n * h + ring_buffers + graph
-    attention += exchanges * b * n * (2 * h + 2 * k)
-    if share == 1 and not ring_buffers:
-        attention += 0
-    project = kv_gradients + b * rows * (2 * model.dim + 2 * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
-    return sizes.inputs + delta + sums + max(finish, attention, project)
+    fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
+    attention = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
+    if ring > 1:
+        attention += ring_buffers + b * n * 2 * k
+    attention += exchanges * b * n * (2 * h + 4 * k)
+    project = kv_gradients + b * rows * (2 * model.dim + (2 + whole) * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
+    return sizes.inputs + sums + max(finish, attention, project)
 
 
 def pinned_size(nbytes: float) -> float:
@@ -277,30 +352,57 @@ def fits(peak: float, memory: float) -> bool:
     return peak <= (1 - RESERVE) * memory
 
 
-def host_memory() -> float:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory(root: Path = Path("/")) -> float:
+    """Return the bytes of memory that this process's container may use, or those of the machine.
+
+    Args:
+        root: folder of proc and sys.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for limit, _ in _container_limits(root))])
+
+
+def available_host_memory(root: Path = Path("/")) -> float:
+    """Return the bytes of host memory that are free: of the machine, and within the limits of this process's container."""
+    free = [math.inf]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free.append(1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    return min([*free, *(limit - used for limit, used in _container_limits(root))])
+
+
+def _container_limits(root: Path) -> Iterator[tuple[float, float]]:
+    """Memory limits and use of the process's control groups, versions 1 and 2, and of the groups around them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = PurePosixPath(path.lstrip("/"))
+        for part in dict.fromkeys((group, *group.parents)):  # in a container the path may be the host's, and only / exists
+            folder = base / part
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                yield float(int((folder / limit).read_text())), _reclaimed(folder, float(int((folder / usage).read_text())))
+
+
+def _reclaimed(folder: Path, used: float) -> float:
+    """The use of a control group without its page cache, which the kernel frees when memory is needed."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return used - float(value)
+    return used
 
 
 def host_memory_per_rank() -> float:
     """Return this rank's share of the machine's memory, among the ranks that torchrun started on it."""
     return host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def memory_warning(config: Config, world: int, memory: float, gpu: bool = True, plan: MemoryPlan = NONE) -> str:
-    """Return a warning if a rank's planned memory exceeds its device's or host's memory, else ""."""
-    need, host = footprint(config, world, gpu, plan), host_memory_per_rank()
-    problems = []
-    if not fits(need.peak, memory):
-        problems.append(f"need {need.peak / GIB:.1f} GiB (at {need.peak_moment}) and has {memory / GIB:.1f}")
-    if not fits(need.on_host, host):
-        problems.append(f"offload {need.on_host / GIB:.1f} GiB and has {host / GIB:.1f} of this machine's memory")
-    if not problems:
-        return ""
-    return (
-        f"memory: a rank is planned to {', and to '.join(problems)}, so it may run out of memory. "
-        "`ringspan check` with the same options lists changes that fit"
-    )
 
 
 def ring_backward_buffers(
@@ -362,32 +464,3 @@ def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: 
 def _num_parts(elements: int, heads: int, rows: int) -> int:
     """The parts in which a block's dK/dV are sent, an upper bound for a larger step; `rows` of one sequence."""
     return math.gcd(heads, 4) if 4 * elements > PART_BYTES * (2 if rows <= SHORT_SHARD else 1) else 1
-
-
-def longest_sequence(config: Config, world: int, memory: float, gpu: bool = True, host: float = math.inf) -> int:
-    """Return the longest sequence in multiples of 1024 tokens whose step fits; 0 if none does.
-
-    Args:
-        config: the config; its data.length is replaced.
-        world: number of ranks.
-        memory: bytes of a rank's device.
-        gpu: whether ranks run on GPUs.
-        host: bytes of host memory per rank.
-    """
-
-    def length_fits(length: int) -> bool:
-        model = config.model
-        max_positions = length if model.positions == "learned" else 0
-        changed = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=max_positions))
-        need = footprint(changed, world, gpu)
-        return fits(need.peak, memory) and fits(need.on_host, host)
-
-    if not length_fits(1024):
-        return 0
-    low, high = 1, 2
-    while high < 2**22 and length_fits(high * 1024):
-        low, high = high, high * 2
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if length_fits(middle * 1024) else (low, middle)
-    return low * 1024
