@@ -123,6 +123,7 @@ class Streaming:
                 lse = q.new_empty((q.shape[0], layer.heads, q.shape[1]), dtype=accumulation_dtype(q.dtype))
             heads = slice(kv.start * group, kv.stop * group)
             self.attention.forward_into(q, k, v, out[:, :, heads], lse[:, heads], **self._options(layer, inputs, kv))
+            del q, k, v  # before the next group's are made
         assert out is not None
         return out, lse
 

@@ -175,7 +175,9 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     result.terms["weight gradients of a segment"] = weight_gradients
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
-    result.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 3 * sizes.inputs + table * (4 + b)
+    result.terms["loss"] = (
+        chunk * (4 + (2 if bf16 else 0)) + (2 + _saved_by_norm(config, gpu)) * sizes.inputs + 18 * n + table * (4 + b)
+    )
     result.terms["head's gradient"] = table * (b if engine.zero else 4)
     result.terms["optimizer's step"] = (
         0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
@@ -294,6 +296,11 @@ def forward_working_set(
     return x_and_out + max(attention, finish)
 
 
+def _saved_by_norm(config: Config, gpu: bool) -> int:
+    """Tensors of the input's size that autograd saves for a norm; torch fuses RMSNorm on GPUs only."""
+    return 1 if gpu or config.model.norm == "layernorm" else 2
+
+
 def _group(config: Config, plan: MemoryPlan, sizes: Shape) -> tuple[float, float]:
     """Elements of the query heads and KV heads of a group, per token."""
     share = plan.heads / config.model.kv_heads if plan.heads else 1.0
@@ -331,14 +338,15 @@ def working_set(
     weights = counts.attention / model.layers, counts.mlp / model.layers
     sums = 4 * sum(weights) * (rows < n)  # fp32 sums of a layer's weight gradients
     delta = 4 * n * model.heads
-    finish = delta + b * rows * (peak_widths * model.mlp_dim + 3 * model.dim + sizes.heads) + b * weights[1]
+    dims = 2 + _saved_by_norm(config, gpu)  # output and y, next to what the MLP's norm saves
+    finish = delta + b * rows * (peak_widths * model.mlp_dim + dims * model.dim) + b * weights[1]
     kv_gradients = b * n * 2 * sizes.kv
     fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
     attention = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
     if ring > 1:
         attention += ring_buffers + b * n * 2 * k
     attention += exchanges * b * n * (2 * h + 4 * k)
-    project = kv_gradients + b * rows * (2 * model.dim + (2 + whole) * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
+    project = kv_gradients + b * rows * (2 * model.dim + 2 * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
     return sizes.inputs + sums + max(finish, attention, project)
 
 
