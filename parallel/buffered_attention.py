@@ -1,7 +1,7 @@
 """Context attention as two calls that write into the caller's buffers, for a layer that manages its own memory.
 
     forward_into(q, k, v, out, lse, mask=…)                        out and lse of some heads
-    backward_into(dout, q, k, v, lse, delta, dq, dk, dv, mask=…)   gradients; delta is output_delta(dout, out), so out is not needed
+    backward_into(dout, q, k, v, lse, delta, dq, dk, dv, mask=…)   gradients; from output_delta(dout, out) instead of out
 
 Neither records anything for autograd. Arguments and communication are those of `context_attention`, which a call of the object
 itself is. A layer may call them for a group of KV heads at a time: `head_start` is the group's first query head.
@@ -43,7 +43,8 @@ class BufferedAttention:
         deterministic: bool = False,
         transport: str = "auto",
     ) -> None:
-        self.layout, self.mesh, self.backend, self.deterministic, self.transport = layout, mesh, backend, deterministic, transport
+        self.layout, self.mesh, self.transport = layout, mesh, transport
+        self.backend, self.deterministic = backend, deterministic
         self.ranks = 1 if mesh is None else mesh.context_size
         self.ulysses = 1 if mesh is None else mesh.ulysses
 
@@ -123,9 +124,8 @@ class BufferedAttention:
         """
         if self.ranks == 1:
             new_dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-            where = mask, None, None, new_dq, dk, dv, head_start
-            common: dict[str, Any] = dict(backend=self.backend, deterministic=self.deterministic)
-            block_backward(dout, q, k, v, lse, delta, *where, accumulate=False, **common, **options)
+            own: dict[str, Any] = dict(backend=self.backend, deterministic=self.deterministic, accumulate=False)
+            block_backward(dout, q, k, v, lse, delta, mask, None, None, new_dq, dk, dv, head_start, **own, **options)
             dq.copy_(new_dq)
             return
         if self.ulysses == 1:
@@ -134,11 +134,12 @@ class BufferedAttention:
                 target.copy_(value)
             return
         dout = to_heads(dout, *self._exchange)
-        lse, delta = (to_heads(x.transpose(1, 2).unsqueeze(-1), *self._exchange).squeeze(-1).transpose(1, 2) for x in (lse, delta))
+        by_token = [x.transpose(1, 2).unsqueeze(-1) for x in (lse, delta)]
+        lse, delta = (to_heads(x, *self._exchange).squeeze(-1).transpose(1, 2).contiguous() for x in by_token)
         repeats = repeats_of_heads(k.shape[2], self.ulysses)
         q, k, v, head_start, sinks = self._exchange_inputs(q, k, v, head_start, sinks)
         args = self._operator_arguments(q, k, v, mask, head_start, sinks, options)
-        new_dq, new_dk, new_dv = self._ring_backward(args, dout, lse.contiguous(), delta.contiguous())
+        new_dq, new_dk, new_dv = self._ring_backward(args, dout, lse, delta)
         dq.copy_(self._to_tokens(new_dq))
         for target, value in ((dk, new_dk), (dv, new_dv)):
             value = self._to_tokens(value)

@@ -163,8 +163,9 @@ def ring_attention(
             step.
     """
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
-    options = dict(scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, deterministic=deterministic)
-    options |= dict(backend=backend, layout=layout, group=group, transport=transport, head_start=head_start)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed)
+    options |= dict(deterministic=deterministic, backend=backend, layout=layout, group=group, transport=transport)
+    options |= dict(head_start=head_start)
     out, lse = forward_op(*operator_arguments(q, k, v, mask, sequence_group=sequence_group, **options))
     return (out, lse) if return_lse else out
 

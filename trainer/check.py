@@ -3,10 +3,10 @@
     ringspan check experiment=llama_8b_1m hardware=h200 hardware.gpus=4
 
 The config is composed and validated as for a run, and the memory plan is the one that the run would choose (engine.memory).
-Memory is counted term by term (planning/memory.py), FLOPs as in planning/flops.py. Offloaded tensors must fit into the host's memory, if its size is known: this machine's, or
-hardware.host_gib. Attention's speed is the one that `ringspan bench kernels` measured on the same device. The speed of
-another device is scaled by the ratio of the peaks, and the report says so. Matmuls run at a share of the peak. Without
-`hardware=` the plan is for this machine, and its speeds are measured first.
+Memory is counted term by term (planning/memory.py), FLOPs as in planning/flops.py. Offloaded tensors must fit into the host's
+memory, if its size is known: this machine's, or hardware.host_gib. Attention's speed is the one that `ringspan bench kernels`
+measured on the same device. The speed of another device is scaled by the ratio of the peaks, and the report says so. Matmuls
+run at a share of the peak. Without `hardware=` the plan is for this machine, and its speeds are measured first.
 """
 
 import math
@@ -58,7 +58,8 @@ def report(config: Config) -> tuple[str, bool]:
         raise ValueError("\n".join(problems))
     planner = Planner(config, world, target)
     chosen = planner.choose()
-    lines = [*_description(config, world, target), "", *_plans(planner, chosen), "", *_memory(config, world, target, chosen.need)]
+    lines = [*_description(config, world, target), "", *_plans(planner, chosen), ""]
+    lines += _memory(config, world, target, chosen.need)
     if not chosen.fits:
         limit = f"up to {MAX_RANKS} GPUs" if target.gpu else "this machine"
         smaller = "choose a smaller model" if target.gpu else "choose a smaller model or a shorter sequence"
@@ -71,11 +72,10 @@ def report(config: Config) -> tuple[str, bool]:
 def _plans(planner: Planner, chosen: PlannedStep) -> list[str]:
     """The table of the chosen plan and the next two."""
     others = [step for step in planner.fastest(3) if step.plan != chosen.plan][:2]
-    steps = [(f"engine.memory={planner.config.engine.memory}", chosen), *(("next", step) for step in others)]
-    width = max(len(str(step.plan)) for _, step in steps)
+    width = max(len(str(step.plan)) for step in [chosen, *others])
     lines = [f"{'memory plan':{width + 8}}  GiB per rank  of the host  seconds per step"]
-    for number, (_, step) in enumerate(steps):
-        name = f"{'chosen' if number == 0 else 'next'}  {step.plan}"
+    for step in [chosen, *others]:
+        name = f"{'chosen' if step is chosen else 'next':6}  {step.plan}"
         host = f"{step.need.on_host / GIB:11.2f}" if step.need.on_host else f"{'':11}"
         note = "" if step.fits else "  does not fit"
         lines.append(f"  {name:{width + 8}}{step.need.peak / GIB:12.2f}  {host}  {step.seconds:16.4g}{note}")

@@ -221,12 +221,13 @@ class Layer(nn.Module):
         """Return the weights of `project`, those of some KV heads and their query heads, or all."""
         a, width = self.attention, self.attention.head_dim
         group = self.heads // self.kv_heads
-        parts: list[Tensor | None] = [self.attention_norm.weight, getattr(self.attention_norm, "bias", None)]
+        norm: Any = self.attention_norm
+        parts: list[Tensor | None] = [norm.weight, getattr(norm, "bias", None)]
         for linear, heads in ((a.q, group), (a.k, 1), (a.v, 1)):
             rows = None if kv is None else slice(kv.start * heads * width, kv.stop * heads * width)
             for weight in (linear.weight, linear.bias):
                 parts.append(weight if weight is None or rows is None else weight[rows])
-        return *parts, a.q_norm and a.q_norm.weight, a.k_norm and a.k_norm.weight
+        return *parts, *(None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm))
 
     def finish_weights(self) -> Weights:
         """Return the weights of `finish`."""

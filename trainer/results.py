@@ -18,7 +18,7 @@ import math
 import shlex
 import statistics
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import combinations
 from pathlib import Path
@@ -33,7 +33,7 @@ from ringspan.trainer.data import tokenizer
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
-from ringspan.trainer.planning.machines import MACHINES, MATMUL_EFFICIENCY
+from ringspan.trainer.planning.machines import MACHINES
 from ringspan.trainer.planning.memory import GIB, footprint
 from ringspan.trainer.planning.step_time import step_time
 
@@ -125,8 +125,7 @@ def measure(run: RecordedRun, skip: int) -> Row:
         if "gib" in row:
             row |= dict(planned_gib=need.peak / GIB, planned_of_measured=need.peak / GIB / row["gib"])
         if known:
-            machine = replace(known, matmuls=MATMUL_EFFICIENCY * known.peak)
-            planned = sum(step_time(config, ranks, machine, plan).values())
+            planned = sum(step_time(config, ranks, known, plan).values())
             row |= dict(planned_seconds=planned, planned_of_measured_seconds=planned / seconds)
         if phases := [step["phases"] for step in steps if "phases" in step]:
             row |= dict(phases=phases[-1])
@@ -176,6 +175,7 @@ def _execution(run: RecordedRun) -> Row:
     parallel = {key: value for key, value in asdict(run.config.parallel).items() if key != "timeout"}
     other = dict(ranks=run.start["ranks"], device=run.start["device"], micro_batch=run.config.data.micro_batch)
     mesh = dict(zip(("data", "ring", "ulysses"), validate.mesh_of(run.config, run.start["ranks"]), strict=True))
+    other |= dict(plan=run.start.get("memory"))
     return other | parallel | mesh | asdict(run.config.engine) | dict(deterministic=run.config.debug.deterministic)
 
 

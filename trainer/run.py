@@ -27,14 +27,14 @@ from ringspan.trainer.generate import generate
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.streamed import Streaming
 from ringspan.trainer.model import GPT, initial_values, row_functions
-from ringspan.trainer.monitoring.memory_use import MemoryUse
 from ringspan.trainer.monitoring import profiling, tracking
+from ringspan.trainer.monitoring.memory_use import MemoryUse
 from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import Machine, machine_of_run
-from ringspan.trainer.planning.memory import host_memory_per_rank
+from ringspan.trainer.planning.memory import free_host_memory_per_rank
 from ringspan.trainer.planning.plans import PlannedStep, Planner
 
 
@@ -286,7 +286,7 @@ class Run:
         The warning precedes all large allocations: a machine without enough memory may kill a rank silently.
         """
         distributed, gpu = self.distributed, self.device.type == "cuda"
-        each = distributed.gather((profiling.rank_memory(self.device), host_memory_per_rank()))
+        each = distributed.gather((profiling.rank_memory(self.device), free_host_memory_per_rank()))
         if distributed.rank:
             return None
         memory, host = map(min, zip(*each, strict=True))
@@ -311,10 +311,11 @@ class Run:
         if compiled:
             self.streaming.compile()
         autocast = self.config.engine.zero == 0 and validate.uses_bf16(self.config, self.device.type == "cuda")
-        dtypes = (torch.float32 if autocast else self.model.norm.weight.dtype), torch.bfloat16 if autocast else None
-        shape = self.config.data.micro_batch, len(self.local_positions)
+        hidden = torch.bfloat16 if validate.uses_bf16(self.config, self.device.type == "cuda") else torch.float32
+        shape = self.planned.plan, self.model_config, self.config.data.micro_batch, len(self.local_positions)
+        sizes = host_sizes(*shape, torch.float32 if autocast else hidden, hidden)
         try:
-            self.streaming.kept = KeptTensors(self.device, host_sizes(self.planned.plan, self.model_config, *shape, *dtypes))
+            self.streaming.kept = KeptTensors(self.device, sizes)
         except MemoryError as error:
             raise ValueError(str(error)) from None
 

@@ -153,7 +153,11 @@ class EngineOptions:
     precision: str = option(
         "auto", "matmul precision: bf16 with fp32 master weights, or fp32; auto: bf16 on GPUs", choices=("auto", "bf16", "fp32")
     )
-    compile: str = option("auto", "torch.compile of the layers; auto: on GPUs, with engine.memory=none only in ZeRO 0 to 2", choices=("auto", "on", "off"))
+    compile: str = option(
+        "auto",
+        "torch.compile of layers; auto: on GPUs, with memory=none only in ZeRO 0 to 2",
+        choices=("auto", "on", "off"),
+    )
     memory: str = option(
         "auto",
         "what layers keep for their backward: auto is the fastest plan that fits, least the one of least memory, none keeps "

@@ -271,8 +271,8 @@ def _engine(config: Config) -> Iterator[str]:
         yield "engine.offload_parameters=true: without a GPU the weights are on the CPU already; leave it out"
     if engine.compile == "on" and engine.zero == 3 and engine.memory == "none":
         yield (
-            "engine.compile=on, engine.zero=3, engine.memory=none: ZeRO 3's hooks break compiled layers; use engine.zero=1 or 2, "
-            "or engine.memory=auto, which compiles functions without hooks"
+            "engine.compile=on, engine.zero=3, engine.memory=none: ZeRO 3's hooks break compiled layers; "
+            "use engine.zero=1 or 2, or engine.memory=auto, which compiles functions without hooks"
         )
     if engine.memory not in KEYWORDS:
         try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.parallel.streams import SideStream, Wait
 from ringspan.trainer.config.schema import Model
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.planning.flops import head_dim
@@ -41,9 +42,7 @@ class HostRegion:
         self.nbytes, self.device, self.registered = nbytes, device, False
         remedy = "take another plan with engine.memory, or raise the container's memory limit and `ulimit -l`"
         if nbytes > (available := available_host_memory()):  # the kernel would kill the process that touches the pages
-            raise MemoryError(
-                f"{nbytes / GIB:.1f} GiB of host memory are planned, {available / GIB:.1f} are free: {remedy}"
-            )
+            raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory are planned, {available / GIB:.1f} are free: {remedy}")
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except (OSError, ValueError, OverflowError) as error:
@@ -114,13 +113,11 @@ class KeptTensors:
         self.region = HostRegion(offset, device) if on_host else None
         self._sizes = on_host
         self._kept: dict[Any, Tensor | _OnHost] = {}
-        self._writing: tuple[Any, list[Tensor]] | None = None  # the event of the outstanding write, and its tensors
-        self._write = self._read = None
-        if device.type == "cuda" and on_host:
-            self._write, self._read = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._writing: tuple[Wait, list[Tensor]] | None = None  # the outstanding write, and its tensors
 
     def keep(self, tensors: dict[Any, Tensor]) -> None:
         """Keep tensors that the current stream has written. Those for the host are copied in one write."""
+        self.finish_writes()
         on_host = []
         for key, tensor in tensors.items():
             assert key not in self._kept, f"{key} is kept already: a backward must follow each forward"
@@ -131,22 +128,19 @@ class KeptTensors:
             slot = self.region.slot(self._offsets[key], tuple(tensor.shape), tensor.dtype)
             self._kept[key] = _OnHost(slot)
             on_host.append((slot, tensor))
-        if self._write is None:
-            for slot, tensor in on_host:
-                slot.copy_(tensor)
+        if not on_host:
             return
-        if on_host:
-            self.finish_writes()
-            self._write.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._write):
-                for slot, tensor in on_host:
-                    slot.copy_(tensor, non_blocking=True)
-            self._writing = self._write.record_event(), [tensor for _, tensor in on_host]
+        side = SideStream(self.device, "host write")
+        side.wait_for_caller()
+        with side.run():
+            for slot, tensor in on_host:
+                slot.copy_(tensor, non_blocking=True)
+        self._writing = side.completion(), [tensor for _, tensor in on_host]
 
     def finish_writes(self) -> None:
-        """Make the current stream wait for the outstanding write, so that its tensor's memory may be reused."""
+        """Make the current stream wait for the outstanding write, so that its tensors' memory may be reused."""
         if self._writing is not None:
-            self._writing[0].wait(torch.cuda.current_stream(self.device))
+            self._writing[0]()
             self._writing = None
 
     def prefetch(self, key: Any) -> None:
@@ -154,15 +148,13 @@ class KeptTensors:
         kept = self._kept.get(key)
         if not isinstance(kept, _OnHost) or kept.fetched is not None:
             return
-        kept.fetched = torch.empty(kept.slot.shape, dtype=kept.slot.dtype, device=self.device)
-        if self._read is None:
-            kept.fetched.copy_(kept.slot)
-            return
         self.finish_writes()
-        self._read.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._read):
+        kept.fetched = torch.empty(kept.slot.shape, dtype=kept.slot.dtype, device=self.device)
+        side = SideStream(self.device, "host read")
+        side.wait_for_caller()
+        with side.run():
             kept.fetched.copy_(kept.slot, non_blocking=True)
-        kept.arrived = self._read.record_event()
+        kept.arrived = side.completion()
 
     def take(self, key: Any) -> Tensor:
         """Return a kept tensor on the device; it is no longer kept."""
@@ -170,9 +162,8 @@ class KeptTensors:
         kept = self._kept.pop(key)
         if not isinstance(kept, _OnHost):
             return kept
-        assert kept.fetched is not None
-        if kept.arrived is not None:
-            kept.arrived.wait(torch.cuda.current_stream(self.device))
+        assert kept.fetched is not None and kept.arrived is not None
+        kept.arrived()
         return kept.fetched
 
     @property
@@ -186,6 +177,9 @@ class KeptTensors:
     def clear(self) -> None:
         """Drop what is kept, after an error or where no backward follows."""
         self.finish_writes()
+        for kept in self._kept.values():
+            if isinstance(kept, _OnHost) and kept.arrived is not None:
+                kept.arrived()
         self._kept.clear()
 
 
@@ -217,4 +211,4 @@ class _OnHost:
     def __init__(self, slot: Tensor) -> None:
         self.slot = slot
         self.fetched: Tensor | None = None
-        self.arrived: Any = None
+        self.arrived: Wait | None = None

@@ -54,7 +54,7 @@ class Streaming:
     Args:
         plan: the plan.
         num_layers: layers of the model.
-        attention: with `forward_into` and `backward_into` (parallel/context_attention.py).
+        attention: with `forward_into` and `backward_into` (parallel/buffered_attention.py).
         functions: the two row functions.
         kept: where tensors are kept; on the device by default. May be replaced before the first forward.
     """
@@ -68,7 +68,8 @@ class Streaming:
     def compile(self, **options: Any) -> None:
         """Compile the row functions with torch.compile: a graph for each shape of a chunk serves all layers."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        self.functions = RowFunctions(*(torch.compile(function, dynamic=False, **options) for function in self.functions))
+        compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in self.functions]
+        self.functions = RowFunctions(compiled[0], compiled[1])
 
     def run(self, layers: list[Any], inputs: list[LayerInputs], x: Tensor) -> Tensor:
         """Run consecutive layers; with gradients enabled, as one autograd function."""
@@ -169,7 +170,7 @@ class Streaming:
             x_rows = x.detach().requires_grad_()
             with torch.enable_grad():
                 graph = self.functions.project(x_rows, *rotation_rows(inputs, chunks[0]), *weights)
-        dk = dv = None
+        dk: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
             heads = slice(kv.start * group, kv.stop * group)
@@ -177,18 +178,18 @@ class Streaming:
                 q, k, v = self._project(layer, inputs, x, kv) if graph is None else (t.detach() for t in graph)
             if dk is None:
                 dk, dv = (t.new_empty((*t.shape[:2], layer.kv_heads, t.shape[3])) for t in (k, v))
-            where = out[:, :, heads], q, k, v, lse[:, heads], delta[:, heads], out[:, :, heads], dk[:, :, kv], dv[:, :, kv]
-            self.attention.backward_into(*where, **self._options(layer, inputs, kv))
-            del q, k, v, where
+            arguments = out[:, :, heads], q, k, v, lse[:, heads], delta[:, heads], out[:, :, heads], dk[:, :, kv], dv[:, :, kv]
+            self.attention.backward_into(*arguments, **self._options(layer, inputs, kv))
+            del q, k, v, arguments
         del delta
-        assert dk is not None and dv is not None
+        assert dk is not None
         for rows in chunks:
             if graph is None:
                 x_rows = x[:, rows].detach().requires_grad_()
                 with torch.enable_grad():
                     qkv = self.functions.project(x_rows, *rotation_rows(inputs, rows), *weights)
             else:
-                qkv, graph = graph, None
+                qkv, graph = graph, None  # type: ignore[assignment]
             dx, *grads = gradients(qkv, [x_rows, *weights], [out[:, rows], dk[:, rows], dv[:, rows]])
             dy[:, rows] += dx
             sums.add(weights, grads)
@@ -200,7 +201,9 @@ class StreamedLayers(torch.autograd.Function):
     """The layers of one segment."""
 
     @staticmethod
-    def forward(ctx: Any, streaming: Streaming, layers: list[Any], inputs: list[LayerInputs], x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, streaming: Streaming, layers: list[Any], inputs: list[LayerInputs], x: Tensor, *weights: Tensor
+    ) -> Tensor:
         kept, plan, total = streaming.kept, streaming.plan, streaming.num_layers
         ctx.streaming, ctx.layers, ctx.inputs, ctx.weights = streaming, layers, inputs, weights
         device = x.device.type
@@ -234,7 +237,8 @@ class StreamedLayers(torch.autograd.Function):
                 if index < len(numbers) - 1:
                     xs.append(streaming._finish(layer, xs[-1], outs[-1][0]))
             # written in place: a gradient that others may read, or that has no memory of its own, is copied
-            dy = dy.contiguous() if dy.is_contiguous() and 0 not in dy.stride() else dy.clone(memory_format=torch.contiguous_format)
+            if not dy.is_contiguous() or 0 in dy.stride():
+                dy = dy.clone(memory_format=torch.contiguous_format)
             found: dict[int, Tensor] = {}
             for index in reversed(range(len(numbers))):
                 if index == 0:
@@ -258,7 +262,7 @@ def rotation_rows(inputs: LayerInputs, rows: slice) -> tuple[Tensor | None, Tens
     return cos[:, rows], sin[:, rows]
 
 
-def gradients(outputs: Any, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Tensor | None]:
+def gradients(outputs: Any, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Any]:
     """torch.autograd.grad that allows None and frozen tensors among the inputs."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [x for x in inputs if x is not None and x.requires_grad]

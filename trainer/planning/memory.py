@@ -152,7 +152,8 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     if ring > 1 and gpu:  # for copy engines, the transport within one host
         always[SYMMETRIC] = symmetric_memory(*ring_shape, doubling)
 
-    kept, on_host = kept_by_layers(plan, model.layers, sizes, saved_by_autograd(config, sizes, gpu) if plan.keeps_everything else 0.0)
+    saved = saved_by_autograd(config, sizes, gpu) if plan.keeps_everything else 0.0
+    kept, on_host = kept_by_layers(plan, model.layers, sizes, saved)
     base = list(always)
     rotation = "rotary angles, tokens"
     result.between_steps = [name for name in base if name != rotation]
@@ -168,6 +169,9 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
         ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
     result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, counts, ring, ulysses > 1, gpu)
     result.terms["a layer's backward"] = working_set(config, plan, sizes, counts, ring_buffers, ring, ulysses > 1, gpu)
+    last_out = sizes.outs if plan.outs_on_host == plan.outs else 0.0
+    last_input = sizes.inputs if plan.inputs_on_host == len(plan.segments(model.layers)) else 0.0
+    result.terms["the last write to the host"] = last_out if plan.outs else last_input
     more, first = segment_tensors(plan, model.layers)
     result.terms["a segment's tensors"] = max((x * sizes.inputs + out * sizes.outs for x, out in more), default=0.0)
     result.terms["the first segment's tensors"] = first[0] * sizes.inputs + first[1] * sizes.outs
@@ -188,7 +192,7 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     layers = ["a layer's backward", "weight gradients of a segment"]
     for moment, names in {
         FORWARD: ["kept by layers", "a layer's forward"],
-        LOSS: ["kept by layers", "loss"],
+        LOSS: ["kept by layers", "loss", "the last write to the host"],
         BACKWARD_START: [
             "kept by layers",
             "a segment's tensors",
@@ -287,9 +291,9 @@ def forward_working_set(
         return 0.0  # less than its backward
     rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
     widths = 3 if model.activation == "swiglu" else 2
-    x_and_out = sizes.inputs * (plan.segment > 1 or bool(plan.inputs_on_host)) + sizes.outs * (
-        plan.outs == 0 or bool(plan.outs_on_host)
-    )
+    x_and_out = sizes.inputs * (plan.segment > 1 or bool(plan.inputs_on_host))
+    x_and_out += sizes.outs * (plan.outs == 0 or bool(plan.outs_on_host))
+    x_and_out += sizes.outs * (plan.segment > 1 and bool(plan.outs_on_host))  # of the layer before, being written to the host
     carry = 4 * n * h if ring > 1 else 0
     attention = b * n * (h + 2 * k) * (2 if exchanges else 1) + carry + b * rows * (model.dim + h + 2 * k) * (rows < n)
     finish = sizes.inputs + b * rows * (widths * model.mlp_dim + 3 * model.dim)
@@ -342,12 +346,12 @@ def working_set(
     finish = delta + b * rows * (peak_widths * model.mlp_dim + dims * model.dim) + b * weights[1]
     kv_gradients = b * n * 2 * sizes.kv
     fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
-    attention = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
+    attention_peak: float = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
     if ring > 1:
-        attention += ring_buffers + b * n * 2 * k
-    attention += exchanges * b * n * (2 * h + 4 * k)
+        attention_peak += ring_buffers + b * n * 2 * k
+    attention_peak += exchanges * b * n * (2 * h + 4 * k)
     project = kv_gradients + b * rows * (2 * model.dim + 2 * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
-    return sizes.inputs + sums + max(finish, attention, project)
+    return sizes.inputs + sums + max(finish, attention_peak, project)
 
 
 def pinned_size(nbytes: float) -> float:
@@ -411,6 +415,11 @@ def _reclaimed(folder: Path, used: float) -> float:
 def host_memory_per_rank() -> float:
     """Return this rank's share of the machine's memory, among the ranks that torchrun started on it."""
     return host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def free_host_memory_per_rank() -> float:
+    """Return this rank's share of the host memory that is free, as seen before the ranks allocate theirs."""
+    return min(host_memory_per_rank(), available_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def ring_backward_buffers(

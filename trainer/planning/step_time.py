@@ -1,4 +1,4 @@
-"""Time of a training step by kind: matmuls, attention, other kernels, optimizer, and exposed communication. Imports no torch."""
+"""Time of a training step by kind: matmuls, attention, other kernels, optimizer, communication. Imports no torch."""
 
 import functools
 import json
@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ringspan import ROOT
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.memory.plan import MemoryPlan
@@ -27,9 +28,10 @@ SHAPE = ("head_dim", "length", "causal", "window", "documents")
 
 
 def measured_speeds(results: Path) -> list[dict[str, Any]]:
-    """Return forward and backward TFLOP/s of our kernels from a folder of attention-*.json and memory-*.json, newest file first.
+    """Return forward and backward TFLOP/s of our kernels, newest file first.
 
-    The planner reads these rows from SPEEDS, which the wheel ships; docs/results exists in a checkout only.
+    They are those of attention-*.json and memory-*.json in a folder. The planner reads them from SPEEDS, which the wheel ships;
+    docs/results exists in a checkout only.
     """
     paths = sorted([*results.glob("attention-*.json"), *results.glob("memory-*.json")])
     files = [(path.name, json.loads(path.read_text())) for path in paths]
@@ -129,7 +131,7 @@ class StepTimer:
         layers, counts = self.model.layers, self.counts
         grouped = bool(plan.heads) and plan.heads < self.model.kv_heads
         chunks = -(-self.rows // plan.rows) if plan.rows else 1
-        weights, again = 6 * counts.matmuls, 0.0
+        weights, again = 6.0 * counts.matmuls, 0.0
         if not plan.keeps_everything:
             # The backward computes both functions once more; project a second time where heads or rows are split, again for
             # attention without a kept out; finish again for each layer that leads to another one of its segment.
@@ -176,3 +178,13 @@ def step_time(config: Config, world: int, target: Machine, plan: MemoryPlan) -> 
         plan: what layers keep.
     """
     return StepTimer(config, world, target)(plan)
+
+
+def write_speeds() -> None:
+    """Write SPEEDS from docs/results."""
+    rows = measured_speeds(ROOT / "docs" / "results")
+    SPEEDS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    write_speeds()
