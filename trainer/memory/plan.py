@@ -91,7 +91,9 @@ def parse(text: str, model: Model) -> MemoryPlan:
     if first is None or not words:
         raise ValueError(f"engine.memory={text!r} is no plan; write auto, least, none or {FORM!r}")
     if int(first[1]) == 0:
-        raise ValueError(f"engine.memory={text!r}: x/0 is for 1 to {model.layers} layers, as the model has; none keeps everything")
+        raise ValueError(
+            f"engine.memory={text!r}: x/0 is for 1 to {model.layers} layers, as the model has; none keeps everything"
+        )
     plan = MemoryPlan(int(first[1]), inputs_on_host=int(first[2] or 0), **values)
     for problem in problems(plan, model):
         raise ValueError(f"engine.memory={text!r}: {problem}")

@@ -57,7 +57,9 @@ def build(
     return model
 
 
-def gradients(model: GPT, tokens: Tensor, labels: Tensor, positions: Tensor, *rest: Tensor | None) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    model: GPT, tokens: Tensor, labels: Tensor, positions: Tensor, *rest: Tensor | None
+) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradient of each weight; `rest` are documents and seeds."""
     model.zero_grad()
     loss = model(tokens, labels, positions, *rest)[0]

@@ -221,9 +221,7 @@ def test_ring_backward_over_p2p_allocates_the_planned_bytes(
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
     row = out.new_zeros(batch, heads, rows)  # delta and lse
-    measured = peak_bytes(
-        lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path
-    )
+    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
     counted = 3 * q.nbytes + memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     # A ring of two has its peak at the end, when dk and dv are made and half of the local block's are still separate.
     end = 3 * k.nbytes if ring == 2 else 0
@@ -272,9 +270,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
     row = out.new_zeros(batch, heads, rows)  # delta and lse
-    measured = peak_bytes(
-        lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path
-    )
+    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
     doubling, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
     assert sum(reserved.values()) == memory.symmetric_memory(*shape, doubling)
     counted = 3 * q.nbytes + memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)

@@ -74,7 +74,11 @@ def test_next_plan_after_an_out_of_memory_error_is_clearly_smaller() -> None:
 
 
 def test_groups_of_heads_are_divisible_by_ulysses() -> None:
-    plans = list(planner("parallel.ulysses=2", "parallel.ring=2", "model.kv_heads=8", "model.heads=8", "model.head_dim=128")._candidates())
+    plans = list(
+        planner(
+            "parallel.ulysses=2", "parallel.ring=2", "model.kv_heads=8", "model.heads=8", "model.head_dim=128"
+        )._candidates()
+    )
     assert {plan.heads for plan in plans} == {0, 4, 2}
 
 

@@ -60,7 +60,9 @@ def test_groups_chunks_and_slow_copies_cost_time() -> None:
     plain = step_time.step_time(config, 4, target, A)
     assert plain["further chunks and groups"] == 0
     grouped = step_time.step_time(config, 4, target, replace(A, heads=2, rows=65536))
-    assert grouped["further chunks and groups"] == pytest.approx(32 * 3 * 3 * (step_time.CHUNK_SECONDS + step_time.GROUP_SECONDS))
+    assert grouped["further chunks and groups"] == pytest.approx(
+        32 * 3 * 3 * (step_time.CHUNK_SECONDS + step_time.GROUP_SECONDS)
+    )
     assert step_time.step_time(config, 4, target, replace(A, outs_on_host=32))["exposed copies to the host"] == 0
     short = planned("data.length=1024", "data.batch=4", "parallel.ring=1", "parallel.data=4", "model.mlp_dim=64")
     slow = step_time.step_time(short, 4, target, replace(A, outs_on_host=32, inputs_on_host=32))["exposed copies to the host"]
