@@ -116,7 +116,7 @@ def keeping_everything(tmp_path_factory: pytest.TempPathFactory) -> dict[int, li
 def test_memory_plans_change_no_number(
     keeping_everything: dict[int, list[dict[str, Any]]], tmp_path: Path, plan: str, zero: int
 ) -> None:
-    """Plans whose rows and heads are one chunk; only the sum of the three gradients of a norm's output is rounded differently."""
+    """Plans whose rows and heads are one chunk; one sum of three gradients is rounded in another order."""
     options = [*DETERMINISTIC, f"runs={tmp_path}", "name=run", f"engine.zero={zero}", f"engine.memory={plan}"]
     assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
     for step, expected in zip(lines(tmp_path / "run"), keeping_everything[zero], strict=True):

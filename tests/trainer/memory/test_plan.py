@@ -54,6 +54,6 @@ def test_chunks_are_of_equal_size_where_one_divides_the_rows(rows: int, n: int, 
     ],
 )
 def test_text_that_is_no_plan_is_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="^engine.memory=") as error:
+    with pytest.raises(ValueError, match=r"^engine\.memory=") as error:
         parse(text, MODEL)
     assert message in str(error.value)

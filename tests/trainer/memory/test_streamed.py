@@ -124,7 +124,7 @@ def test_second_backward_is_named() -> None:
     tokens, labels, positions, *_ = inputs(shape, 0, batch=1)
     value = model(tokens, labels, positions)[0]
     value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once per forward; engine.memory=none"):
+    with pytest.raises(RuntimeError, match=r"once per forward; engine\.memory=none"):
         value.backward()
 
 
