@@ -12,9 +12,10 @@ once per batch), and `labels`, shifted before the split. The loss is part of the
 weight. The logits never exist at once, and ZeRO 3 has gathered the weight by then.
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -168,6 +169,24 @@ class GPT(nn.Module):
         """Set the initial weights. They depend on the seed alone, not on the device or the order of the weights."""
         for name, weight in self.named_parameters():
             weight.copy_(initial_values(name, weight.shape, self.config, seed).view_as(weight))
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the weights; those of layers once, under `layers`."""
+        with self._without_segments():
+            return super().state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Load weights that `state_dict` returned."""
+        with self._without_segments():
+            return super().load_state_dict(*args, **options)
+
+    @contextlib.contextmanager
+    def _without_segments(self) -> Iterator[None]:
+        segments = self._modules.pop("segments")
+        try:
+            yield
+        finally:
+            self._modules["segments"] = segments
 
     def compile_layers(self) -> None:
         for layer in self.layers:

@@ -5,6 +5,7 @@
         x/4       the input of every 4th layer is kept; the layers between are computed again from it
         outs=32   attention's (out, lse) of 32 layers are kept; the other layers run attention's forward again
         @8, @16   that many of these are kept in the host's memory, the first layers first
+        late      they are fetched when they are needed, not one segment ahead: less memory, and the copies take time
         heads=1   attention runs one KV head (and its query heads) at a time
         rows=8192 norms, projections and MLP run 8192 rows at a time
 
@@ -30,6 +31,7 @@ class MemoryPlan:
     outs_on_host: int = 0  # kept (out, lse) in host memory: those of the first layers that keep them
     heads: int = 0  # KV heads per group; 0: all
     rows: int = 0  # rows per chunk; 0: all
+    late: bool = False  # fetch from the host only when needed
 
     @property
     def keeps_everything(self) -> bool:
@@ -59,6 +61,7 @@ class MemoryPlan:
             return "none"
         parts = [f"x/{self.segment}" + f"@{self.inputs_on_host}" * bool(self.inputs_on_host)]
         parts.append(f"outs={self.outs}" + f"@{self.outs_on_host}" * bool(self.outs_on_host))
+        parts += ["late"] * self.late
         parts += [f"heads={self.heads}"] * bool(self.heads) + [f"rows={self.rows}"] * bool(self.rows)
         return " ".join(parts)
 
@@ -81,7 +84,10 @@ def parse(text: str, model: Model) -> MemoryPlan:
     words = text.split()
     first = re.fullmatch(r"x/(\d+)(?:@(\d+))?", words[0]) if words else None
     values: dict[str, int] = {}
+    late = words[1:].count("late") == 1
     for word in words[1:]:
+        if word == "late" and late:
+            continue
         match = re.fullmatch(r"(outs|heads|rows)=(\d+)(?:@(\d+))?", word)
         if match is None or match[1] in values or (match[3] and match[1] != "outs"):
             raise ValueError(f"engine.memory={text!r}: {word!r} is no part of a plan; write auto, least, none or {FORM!r}")
@@ -94,7 +100,7 @@ def parse(text: str, model: Model) -> MemoryPlan:
         raise ValueError(
             f"engine.memory={text!r}: x/0 is for 1 to {model.layers} layers, as the model has; none keeps everything"
         )
-    plan = MemoryPlan(int(first[1]), inputs_on_host=int(first[2] or 0), **values)
+    plan = MemoryPlan(int(first[1]), inputs_on_host=int(first[2] or 0), late=late, **values)
     for problem in problems(plan, model):
         raise ValueError(f"engine.memory={text!r}: {problem}")
     return plan
@@ -114,6 +120,8 @@ def problems(plan: MemoryPlan, model: Model) -> list[str]:
         found.append(f"x/{plan.segment}@{plan.inputs_on_host}: only {segments} inputs are kept")
     if plan.outs_on_host > plan.outs:
         found.append(f"outs={plan.outs}@{plan.outs_on_host}: only {plan.outs} are kept")
+    if plan.late and not plan.inputs_on_host + plan.outs_on_host:
+        found.append("late is for tensors in host memory, such as x/4@8; none is kept there")
     if plan.heads and (plan.heads > model.kv_heads or model.kv_heads % plan.heads):
         found.append(f"heads={plan.heads} must divide the model's {model.kv_heads} KV heads")
     return found

@@ -241,7 +241,7 @@ class StreamedLayers(torch.autograd.Function):
                 dy = dy.clone(memory_format=torch.contiguous_format)
             found: dict[int, Tensor] = {}
             for index in reversed(range(len(numbers))):
-                if index == 0:
+                if index == 0 and not streaming.plan.late:
                     prefetch(kept, range(numbers[0] - 1, -1, -1)[: streaming.plan.segment])
                 out, lse = outs.pop()
                 dy, more = streaming._backward(ctx.layers[index], ctx.inputs[index], xs.pop(), out, lse, dy)

@@ -270,7 +270,7 @@ def segment_tensors(plan: MemoryPlan, layers: int) -> tuple[list[tuple[int, int]
         remaining[0] -= own_x
         remaining[1] -= own_outs
         moments.append((remaining[0] + size, remaining[1] + size))
-        if number:
+        if number and not plan.late:
             fetched = sum(plan.out_on_host(i, layers) for i in segments[number - 1])
             moments.append((remaining[0] + 1 + (not kept[number - 1][0]), remaining[1] + 1 + fetched))
     largest = [m for m in set(moments) if not any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in moments)]

@@ -79,7 +79,9 @@ class Planner:
 
     def least(self) -> PlannedStep:
         """Return the plan of least device memory, of those that fit if there is one."""
-        steps = [self.step(plan) for base in self._smallest() for plan in (base, self._all_on_host(base))]
+        plans = [plan for base in self._smallest() for plan in (base, self._all_on_host(base))]
+        plans += [replace(plan, late=True) for plan in plans if plan.inputs_on_host + plan.outs_on_host]
+        steps = [self.step(plan) for plan in plans]
         return min(steps, key=lambda step: (not step.fits, step.need.peak, step.need.on_host))
 
     def any_fits(self) -> bool:
@@ -179,10 +181,14 @@ class Planner:
         need = self.need(plan)
         if self.target.fits(need, self.world):
             return PlannedStep(plan, need, self.seconds(plan), True)
-        high = plan.outs + len(plan.segments(self.config.model.layers))
-        if not self._can_move(plan) or not self.target.fits_device(self.need(self._moved(plan, high))):
+        if not self._can_move(plan):
             return None
-        low = 0  # more on the host means less on the device, so the first that fits the device is the best
+        high = plan.outs + len(plan.segments(self.config.model.layers))
+        if not self.target.fits_device(self.need(self._moved(plan, high))):
+            plan = replace(plan, late=True)
+            if not self.target.fits_device(self.need(self._moved(plan, high))):
+                return None
+        low = int(plan.late)  # more on the host means less on the device, so the first that fits the device is the best
         while low < high:
             middle = (low + high) // 2
             fits = self.target.fits_device(self.need(self._moved(plan, middle)))

@@ -164,7 +164,7 @@ class StepTimer:
             forward = weights + self.attention[layer] / self.forward / self.num
             backward = 2 * weights + 2.5 * self.attention[layer] / self.backward / self.num
             copy = nbytes / HOST_COPIES
-            exposed += max(0.0, copy - forward) + max(0.0, copy - backward)
+            exposed += max(0.0, copy - forward) + (copy if plan.late else max(0.0, copy - backward))
         return exposed * self.num
 
 

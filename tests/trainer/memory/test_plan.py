@@ -15,6 +15,7 @@ MODEL = Model(layers=5, kv_heads=4, heads=8)
         ("x/1", MemoryPlan(1)),
         ("x/4@2 outs=5@3 heads=2 rows=8192", MemoryPlan(4, 5, 2, 3, 2, 8192)),
         ("x/2 rows=7 outs=1", MemoryPlan(2, 1, rows=7)),
+        ("x/2@1 outs=1@1 late", MemoryPlan(2, 1, 1, 1, late=True)),
     ],
 )
 def test_text_of_a_plan(text: str, plan: MemoryPlan) -> None:
@@ -45,6 +46,8 @@ def test_chunks_are_of_equal_size_where_one_divides_the_rows(rows: int, n: int, 
         ("x/2 x/2", "'x/2' is no part of a plan"),
         ("x/2 outs=3 outs=4", "'outs=4' is no part of a plan"),
         ("x/2 heads=1@2", "'heads=1@2' is no part of a plan"),
+        ("x/2 outs=2 late", "late is for tensors in host memory"),
+        ("x/2@1 late late", "'late' is no part of a plan"),
         ("x/0", "x/0 is for 1 to 5 layers"),
         ("x/6", "x/6 is for 1 to 5 layers"),
         ("x/1 outs=6", "outs=6 is more than the model's 5 layers"),

@@ -30,6 +30,7 @@ PLANS = [  # A, B, C and D, mixtures of them, rows that divide the length or not
     "x/2@2 outs=3@2 heads=1 rows=16",
     "x/5@1 outs=5@5 heads=1 rows=53",
     "x/2 outs=1 heads=1",
+    "x/2@3 outs=5@5 late heads=1 rows=16",
 ]
 
 
@@ -76,6 +77,18 @@ def test_frozen_weights_get_no_gradient() -> None:
             weight.requires_grad_("mlp.up" in name or "attention.k" in name)
     expected, found = (gradients(model, *inputs(shape, 1))[1] for model in models)
     assert len(found) == 10 and difference(found, expected) <= 1e-12
+
+
+def test_state_dict_does_not_depend_on_the_plan() -> None:
+    shape = Model(**SHAPE)
+    plain, model = (build(plan, shape, LENGTH) for plan in ("none", "x/2 outs=2"))
+    names = [name for name, _ in plain.named_parameters()]
+    assert list(plain.state_dict()) == list(model.state_dict()) == names
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.mul_(2)
+    model.load_state_dict(plain.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
 def test_evaluation_keeps_nothing_and_equals_the_plain_one() -> None:
@@ -252,9 +265,10 @@ def measured_and_planned(plan: str, length: int) -> tuple[int, int, Footprint]:
         "x/1 heads=1 rows=64",
         "x/2 heads=1 rows=64",
         "x/1@2 outs=2@2 heads=1 rows=64",
+        "x/1@2 outs=2@2 late heads=1 rows=64",
         "x/2 outs=1 heads=1 rows=64",
     ],
-    ids=["A", "B", "C", "D", "all on the host", "a mixture"],
+    ids=["A", "B", "C", "D", "all on the host", "fetched late", "a mixture"],
 )
 def test_peak_grows_with_length_as_planned(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1 %, in the forward and over the whole step."""

@@ -59,6 +59,14 @@ def test_least_needs_less_than_any_other_plan() -> None:
     assert step.fits and step.need.peak == min(small.step(plan).need.peak for plan in [step.plan, *small._candidates()])
 
 
+def test_tensors_are_fetched_late_where_they_fit_only_then() -> None:
+    """Two layers of 8B's width at a million tokens on 80 GB: attention's forward still runs once."""
+    options = ["model.layers=2", "data.length=1048576", "engine.zero=1"]
+    step = planner(*options, memory=79.1, host=125, world=1).choose()
+    assert step.fits and step.plan.late and step.plan.outs == 2
+    assert planner(*options, memory=120, host=125, world=1).choose().plan.late is False
+
+
 def test_alternatives_keep_other_tensors_and_are_slower() -> None:
     steps = planner("data.length=1048576").fastest(3)
     assert len({(step.plan.segment, step.plan.outs) for step in steps}) == 3
