@@ -80,7 +80,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 def test_state_dict_does_not_depend_on_the_plan() -> None:
-    shape = Model(**SHAPE)
+    shape = Model(**(SHAPE | dict(tied=False)))
     plain, model = (build(plan, shape, LENGTH) for plan in ("none", "x/2 outs=2"))
     names = [name for name, _ in plain.named_parameters()]
     assert list(plain.state_dict()) == list(model.state_dict()) == names
