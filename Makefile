@@ -44,8 +44,8 @@ format: $(VENV)/.dev
 
 tables: $(VENV)/.dev  ## everything in docs and in the planner's data that is generated from docs/results and docstrings
 	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/figure.py
 	$(BIN)/python -m ringspan.trainer.planning.step_time
+	$(BIN)/python docs/figure.py
 	$(BIN)/python docs/api.py
 	$(BIN)/python -m ringspan.kernels.bench --roofline --from docs/results/attention-h200.json --plot
 

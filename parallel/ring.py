@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.backends.choose import adds_dq_atomically
-from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
 from ringspan.kernels.tensors import accumulation_dtype
@@ -47,6 +47,7 @@ def ring_forward(
     transport: Transport,
     sink_lse: Tensor | None,
     head_start: int,
+    outputs: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of this rank's queries over the keys of all ranks.
@@ -62,15 +63,17 @@ def ring_forward(
         transport: Transport with this rank's plan.
         sink_lse: (B, Hq, n), lse of the sinks, from which the softmax starts; None without sinks.
         head_start: Index of the first query head among all heads, for dropout.
+        outputs: Tensors that out and lse are written to; None allocates them.
         options: Options of `block_forward`.
 
     Returns:
         out (B, n, Hq, Dv) in the dtype of q, and lse (B, Hq, n) in the accumulation dtype.
     """
     plan, dtype = transport.plan, accumulation_dtype(q.dtype)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    if outputs is None:
+        outputs = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    out, lse = outputs
     acc_out = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=dtype)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     # A step needs the carry of the previous one, so only kernels of different heads are independent.
     split_heads = (
         len(plan.steps) > 1
@@ -130,17 +133,16 @@ def ring_forward(
 
 def ring_backward(
     dout: Tensor,
-    dlse: Tensor | None,
+    delta: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     lse: Tensor,
     mask: Mask,
     transport: Transport,
     head_start: int,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of this rank's shard.
 
     The local block waits for no transfer, so it overlaps them: its first half runs while the first K/V arrive, its last half
@@ -148,20 +150,19 @@ def ring_backward(
 
     Args:
         dout: (B, n, Hq, Dv), gradient of out.
-        dlse: (B, Hq, n), gradient of lse, or None.
+        delta: (B, Hq, n), from `output_delta`.
         q, k, v, mask, transport, head_start, options: As for `ring_forward`.
-        out, lse: Results of `ring_forward`.
+        lse: Result of `ring_forward`.
 
     Returns:
-        dq, dk, dv of the shapes and dtype of q, k, v, and delta (B, Hq, n) in the accumulation dtype.
+        dq, dk, dv of the shapes and dtype of q, k, v.
     """
     local_step, *remote_steps = transport.plan.steps
-    delta = output_delta(dout, out, dlse, backend=options["backend"], mask=mask, q_at=local_step.q_at)
     if not remote_steps:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         at = local_step.q_at, local_step.k_at
         block_backward(dout, q, k, v, lse, delta, mask, *at, dq, dk, dv, head_start, accumulate=False, **options)
-        return dq, dk, dv, delta
+        return dq, dk, dv
 
     acc_dtype, width = accumulation_dtype(q.dtype), k.shape[3]
     acc_dq = torch.zeros_like(q, dtype=acc_dtype, memory_format=torch.contiguous_format)
@@ -280,7 +281,7 @@ def ring_backward(
             dk[:, rows], dv[:, rows] = dk_shared[:, packed_rows], dv_shared[:, packed_rows]
     if dq is not acc_dq:
         dq.copy_(acc_dq)
-    return dq, dk, dv, delta
+    return dq, dk, dv
 
 
 def can_overlap_kernels(transport: Transport, mask: Mask) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringspan.kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
 from ringspan.kernels.backends.choose import choose_backend
+from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.validate import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination import progress
@@ -164,18 +165,42 @@ def ring_attention(
         RuntimeError: A peer rank has died or did not answer within the group's timeout. The message names rank, operator and
             step.
     """
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, deterministic=deterministic)
+    options |= dict(backend=backend, layout=layout, transport=transport, head_start=head_start, sequence_group=sequence_group)
     if has_dtensors(q, k, v, sinks, seed):
         shards = DTensorShards(q, k, v, sinks, dict(seed=seed), 1, layout, group)
-        options: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=shards.sinks, dropout=dropout, seed=seed)
-        options |= dict(return_lse=return_lse, deterministic=deterministic, backend=backend, transport=transport)
-        options |= dict(layout=layout, group=shards.group, head_start=head_start, sequence_group=sequence_group)
+        options |= dict(sinks=shards.sinks, seed=seed, group=shards.group, return_lse=return_lse)
         return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **options))
+    check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
+    out, lse = forward_op(*operator_arguments(q, k, v, mask, sinks=sinks, seed=seed, group=group, **options))
+    return (out, lse) if return_lse else out
+
+
+def operator_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    *,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout: float,
+    seed: int | Tensor | None,
+    deterministic: bool,
+    backend: str,
+    layout: Layout,
+    group: GroupLike | None,
+    transport: str,
+    head_start: int,
+    sequence_group: GroupLike | None,
+) -> tuple[Any, ...]:
+    """Validate the arguments of `ring_attention` and return those of `forward_op`. Reports a rejection to the peer ranks."""
     group = as_process_group(group)
     size, rank, group_name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
     sequence_group = group if sequence_group is None else as_process_group(sequence_group, "sequence_group")
     sequence_name = sequence_group.group_name if sequence_group is not None and sequence_group.size() > 1 else ""
     mask = Mask() if mask is None else mask
-    check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
     try:
         q, k, v = cast_for_autocast(q, k, v)
         check_head_start(head_start)
@@ -195,8 +220,7 @@ def ring_attention(
     names = " ".join((backend, layout.kind, transport, group_name, sequence_name))
     seed = seed if dropout else None
     floats = [scale, float(softcap), float(dropout)]
-    out, lse = forward_op(q, k, v, *tensors, *plan_tensors, sinks, seed, [int(n) for n in integers], floats, names)
-    return (out, lse) if return_lse else out
+    return q, k, v, *tensors, *plan_tensors, sinks, seed, [int(n) for n in integers], floats, names
 
 
 class RingInts(NamedTuple):
@@ -359,7 +383,9 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # dq, dk, dv, dsinks (empty without sinks)
     args = starts, ends, prefix, plan_starts, plan_ends, plan_prefix, sinks, seed, integers, floats, names
     with on_device(q.device), RingCall("ring backward", q, k, v, *args) as call:
-        dq, dk, dv, delta = ring_backward(dout, dlse, q, k, v, out, lse, call.mask, call.transport, **call.options)
+        q_at = call.transport.plan.steps[0].q_at
+        delta = output_delta(dout, out, dlse, backend=call.options["backend"], mask=call.mask, q_at=q_at)
+        dq, dk, dv = ring_backward(dout, delta, q, k, v, lse, call.mask, call.transport, **call.options)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

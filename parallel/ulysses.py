@@ -41,9 +41,14 @@ def to_tokens(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
     return exchange_op(x, size, group, sequence_group, False, x.shape[2])
 
 
+def repeats_of_heads(heads: int, size: int) -> int:
+    """Return how often each of `heads` heads is repeated so that `size` divides them."""
+    return next(n for n in range(1, size + 1) if heads * n % size == 0)
+
+
 def repeat_heads(x: Tensor, size: int) -> Tensor:
     """Repeat each head of (B, n, H, D) as few times as make `size` divide their number."""
-    repeats = next(n for n in range(1, size + 1) if x.shape[2] * n % size == 0)
+    repeats = repeats_of_heads(x.shape[2], size)
     return x if repeats == 1 else x.repeat_interleave(repeats, 2)
 
 

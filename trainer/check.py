@@ -1,12 +1,12 @@
-"""Plan a run without a GPU: does it fit into memory, and how long is a step?
+"""Plan a run without a GPU: does it fit into memory, how long is a step, and what is the longest sequence?
 
     ringspan check experiment=llama_8b_1m hardware=h200 hardware.gpus=4
 
-The config is composed and validated as for a run. Memory is counted term by term (planning/memory.py), FLOPs as in
-planning/flops.py. Offloaded tensors must fit into the host's memory, if its size is known: this machine's, or
-hardware.host_gib. Attention's speed is the one that `ringspan bench kernels` measured on the same device. The speed of
-another device is scaled by the ratio of the peaks, and the report says so. Matmuls run at a share of the peak. Without
-`hardware=` the plan is for this machine, and its speeds are measured first.
+The config is composed and validated as for a run, and the memory plan is the one that the run would choose (engine.memory).
+Memory is counted term by term (planning/memory.py), FLOPs as in planning/flops.py. Offloaded tensors must fit into the host's
+memory, if its size is known: this machine's, or hardware.host_gib. Attention's speed is the one that `ringspan bench kernels`
+measured on the same device. The speed of another device is scaled by the ratio of the peaks, and the report says so. Matmuls
+run at a share of the peak. Without `hardware=` the plan is for this machine, and its speeds are measured first.
 """
 
 import math
@@ -17,7 +17,8 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.planning.flops import parameters, training_flops
 from ringspan.trainer.planning.machines import MACHINES, Machine, default_num_ranks, resolve_machine
-from ringspan.trainer.planning.memory import GIB, RESERVE, Footprint, fits, footprint, longest_sequence
+from ringspan.trainer.planning.memory import GIB, RESERVE, Footprint, fits
+from ringspan.trainer.planning.plans import PlannedStep, Planner, fewest_gpus, longest_sequence
 from ringspan.trainer.planning.remedies import MAX_RANKS, remedies
 from ringspan.trainer.planning.step_time import attention_speed, step_time
 
@@ -55,15 +56,30 @@ def report(config: Config) -> tuple[str, bool]:
     config = tokenizer.resolve_config(config)
     if problems := validate.validate_config(config, world, planning=True):
         raise ValueError("\n".join(problems))
-    need = footprint(config, world, target.gpu)
-    enough = target.fits(need, world)
-    lines = [*_description(config, world, target), "", *_memory(config, world, target, need)]
-    if not enough:
+    planner = Planner(config, world, target)
+    chosen = planner.choose()
+    lines = [*_description(config, world, target), "", *_plans(planner, chosen), ""]
+    lines += _memory(config, world, target, chosen.need)
+    if not chosen.fits:
         limit = f"up to {MAX_RANKS} GPUs" if target.gpu else "this machine"
         smaller = "choose a smaller model" if target.gpu else "choose a smaller model or a shorter sequence"
+        lines += ["", planner.misfit(chosen)]
         lines += ["", "changes that fit", *(remedies(config, world, target) or [f"  none on {limit}: {smaller}"])]
-    lines += ["", *_time(config, world, target), *_assumptions(config, world, target, bool(need.offloaded))]
-    return "\n".join(lines), enough
+    lines += ["", *_time(config, world, target, chosen), *_assumptions(config, world, target, bool(chosen.need.offloaded))]
+    return "\n".join(lines), chosen.fits
+
+
+def _plans(planner: Planner, chosen: PlannedStep) -> list[str]:
+    """The table of the chosen plan and the next two."""
+    others = [step for step in planner.fastest(3) if step.plan != chosen.plan][:2]
+    width = max(len(str(step.plan)) for step in [chosen, *others])
+    lines = [f"{'memory plan':{width + 8}}  GiB per rank  of the host  seconds per step"]
+    for step in [chosen, *others]:
+        name = f"{'chosen' if step is chosen else 'next':6}  {step.plan}"
+        host = f"{step.need.on_host / GIB:11.2f}" if step.need.on_host else f"{'':11}"
+        note = "" if step.fits else "  does not fit"
+        lines.append(f"  {name:{width + 8}}{step.need.peak / GIB:12.2f}  {host}  {step.seconds:16.4g}{note}")
+    return lines
 
 
 def _description(config: Config, world: int, target: Machine) -> list[str]:
@@ -74,7 +90,7 @@ def _description(config: Config, world: int, target: Machine) -> list[str]:
     return [
         f"{config.model.name}: {counts.total:,} weights ({', '.join(f'{k} {v:,}' for k, v in terms.items())})",
         f"{config.data.batch} × {config.data.length:,} tokens per step on {world} × {target.name}: "
-        f"data {data} × ring {ring} × ulysses {ulysses}, ZeRO {config.engine.zero}, activations {config.engine.activations}",
+        f"data {data} × ring {ring} × ulysses {ulysses}, ZeRO {config.engine.zero}",
     ]
 
 
@@ -87,11 +103,16 @@ def _memory(config: Config, world: int, target: Machine, need: Footprint) -> lis
     memory = f"of {target.memory / GIB:.0f} GiB ({RESERVE:.0%} reserved for the driver, NCCL and fragmentation)"
     lines += [f"  {'peak':24} {need.peak / GIB:8.2f}  {memory}, at {need.peak_moment}: {verdict}"]
     lines += _host_memory(need, world, target)
-    longest = longest_sequence(config, world, target.memory, target.gpu, target.host_memory_per_rank(world))
-    return [
-        *lines,
-        f"  longest sequence that fits: {longest:,} tokens" if longest else "  no sequence fits, not even a short one",
-    ]
+    longest = longest_sequence(config, world, target)
+    unknown = " (with as much host memory as it needs)" if target.gpu and target.host == math.inf else ""
+    lines.append(
+        f"  longest sequence that fits: {longest:,} tokens{unknown}" if longest else "  no sequence fits, not even a short one"
+    )
+    if target.gpu:
+        fewest = fewest_gpus(config, target, MAX_RANKS)
+        count = f"{fewest:,} × {target.name} in one ring" if fewest else f"more than {MAX_RANKS:,} × {target.name}"
+        lines.append(f"  fewest GPUs for {config.data.length:,} tokens: {count}")
+    return lines
 
 
 def _host_memory(need: Footprint, world: int, target: Machine) -> list[str]:
@@ -109,8 +130,8 @@ def _host_memory(need: Footprint, world: int, target: Machine) -> list[str]:
     return [*lines, f"  {f'all, {ranks} ranks per host':24} {ranks * need.on_host / GIB:8.2f}  {verdict}"]
 
 
-def _time(config: Config, world: int, target: Machine) -> list[str]:
-    times = step_time(config, world, target)
+def _time(config: Config, world: int, target: Machine, chosen: PlannedStep) -> list[str]:
+    times = step_time(config, world, target, chosen.plan)
     total = sum(times.values())
     forward, backward, source = attention_speed(config, target)
     lines = ["time of a step, seconds"]
@@ -138,7 +159,7 @@ def _assumptions(config: Config, world: int, target: Machine, offloads: bool) ->
     if ulysses > 1:
         lines.append("  (the exchange of heads between ulysses ranks is not counted)")
     if offloads:
-        lines.append("  (transfers of offloaded tensors, and the host's optimizer, are not counted)")
+        lines.append("  (transfers of offloaded weights and optimizer state, and the host's optimizer, are not counted)")
     if target.gpu and world > target.gpus:
         lines.append(
             f"  (as if all {world} GPUs were on one host, which has {target.gpus}; transfers between hosts are slower)"

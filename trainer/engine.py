@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ringspan.trainer import optim
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import uses_bf16
+from ringspan.trainer.model import Segment
 
 Values = Callable[[str, str, int, int], Tensor]  # (weight name, "weight" or a moment, start, stop) → elements start … stop - 1
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
@@ -77,6 +78,8 @@ class Engine:
             module = build()
         if self.zero < 3:
             module = module.to(device, torch.bfloat16 if bf16 and self.zero else torch.float32)
+        if self.zero == 3:  # row functions read weights without calling the modules that own them, so hooks are on the segments
+            deepspeed.utils.set_z3_leaf_modules(module, [Segment])
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         with torch.no_grad():
             for name, weight in named:

@@ -38,12 +38,15 @@ def train(run: Run) -> bool:
             for index, micro in enumerate(batch):
                 run.watchdog.update(step, f"micro-batch {index + 1} of {len(batch)}")
                 on_device = micro.to(run.device)
-                loss, count, each, _ = engine(*on_device.inputs, True)
-                engine.backward(loss, num_labels)
+                with run.phase(step, "forward"):
+                    loss, count, each, _ = engine(*on_device.inputs, True)
+                with run.phase(step, "backward"):
+                    engine.backward(loss, num_labels)
                 sums.add(loss, count, each, on_device)
             run.watchdog.update(step, "optimizer")
             fraction = learning_rate_fraction(config.schedule, step, config.steps)
-            grad_norm, applied = engine.step(fraction)
+            with run.phase(step, "step"):
+                grad_norm, applied = engine.step(fraction)
 
         run.watchdog.update(step, "reduction")
         next_batch = next(batches)

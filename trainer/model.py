@@ -12,9 +12,10 @@ once per batch), and `labels`, shifted before the split. The loss is part of the
 weight. The logits never exist at once, and ZeRO 3 has gathered the weight by then.
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +28,7 @@ from ringspan.kernels.loss import linear_cross_entropy
 from ringspan.kernels.mask import Mask
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Model, Rope
+from ringspan.trainer.memory.streamed import LayerInputs, RowFunctions, Streaming, Weights
 from ringspan.trainer.planning.flops import head_dim, window
 
 Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as ringspan.attention
@@ -56,12 +58,12 @@ class GPT(nn.Module):
         super().__init__()
         _validate(config, rope or Rope())
         self.config, self.rope, self.attention = config, rope or Rope(), attention
-        # activation_checkpointing.install replaces it.
-        self.run_layer: Callable[..., Tensor] = lambda layer, *inputs: layer(*inputs)
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_positions, config.dim) if learned else None
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        functions = row_functions(config)
+        self.layers = nn.ModuleList(Layer(config, functions) for _ in range(config.layers))
+        self.segments = nn.ModuleList(Segment([layer], [index]) for index, layer in enumerate(self.layers))
         self.norm = new_norm(config, config.dim)
         self.head = Head(config)
         if config.tied:
@@ -127,10 +129,13 @@ class GPT(nn.Module):
             raise ValueError(
                 f"seeds=None, but model.dropout={self.config.dropout}: pass an int64 tensor with one seed per sequence"
             )
-        for index, layer in enumerate(self.layers):
-            mask = masks[window(self.config, index)]
-            layer_seeds = None if seeds is None else seeds + (index << 40)  # another pattern in every layer
-            hidden = self.run_layer(layer, hidden, rotation, mask, attention or self.attention, layer_seeds)
+        inputs = [
+            # another dropout pattern in every layer
+            LayerInputs(rotation, masks[window(self.config, index)], None if seeds is None else seeds + (index << 40), index)
+            for index in range(self.config.layers)
+        ]
+        for segment in self.segments:
+            hidden = segment(hidden, inputs, attention or self.attention)
         return self.norm(hidden)
 
     def masks(self, documents: Tensor | None, device: torch.device) -> dict[int, Mask]:
@@ -165,16 +170,60 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             weight.copy_(initial_values(name, weight.shape, self.config, seed).view_as(weight))
 
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the weights; those of layers once, under `layers`."""
+        with self._without_segments():
+            return super().state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Load weights that `state_dict` returned."""
+        with self._without_segments():
+            return super().load_state_dict(*args, **options)
+
+    @contextlib.contextmanager
+    def _without_segments(self) -> Iterator[None]:
+        segments = self._modules.pop("segments")
+        try:
+            yield
+        finally:
+            self._modules["segments"] = segments
+
     def compile_layers(self) -> None:
         for layer in self.layers:
             layer.compile()
 
+    def stream(self, streaming: Streaming) -> None:
+        """Run the layers by a memory plan; before an engine takes the model."""
+        groups = streaming.plan.segments(self.config.layers)
+        self.segments = nn.ModuleList(Segment([self.layers[i] for i in group], list(group), streaming) for group in groups)
+
+
+class Segment(nn.Module):
+    """Consecutive layers that keep one input. DeepSpeed's ZeRO 3 gathers the weights of a segment at a time."""
+
+    def __init__(self, layers: list[nn.Module], indices: list[int], streaming: Streaming | None = None) -> None:
+        super().__init__()
+        self.layers, self.indices, self.streaming = nn.ModuleList(layers), indices, streaming
+
+    def forward(self, hidden: Tensor, inputs: list[LayerInputs], attention: Attention) -> Tensor:
+        """`inputs` are those of all layers of the model. Another attention than the streaming's own runs layer by layer."""
+        own = [inputs[index] for index in self.indices]
+        if self.streaming is not None and attention is self.streaming.attention:
+            return self.streaming.run(list(self.layers), own, hidden)
+        for layer, each in zip(self.layers, own, strict=True):
+            hidden = layer(hidden, each.rotation, each.mask, attention, each.seeds)
+        return hidden
+
 
 class Layer(nn.Module):
-    """A transformer block: attention and MLP, each with a norm before it and a residual connection."""
+    """A transformer block: attention and MLP, each with a norm before it and a residual connection.
 
-    def __init__(self, config: Model) -> None:
+    q, k, v = project(x);  y = finish(x, attention(q, k, v)). Both treat each row (token) alone (`row_functions`).
+    """
+
+    def __init__(self, config: Model, functions: RowFunctions) -> None:
         super().__init__()
+        self.functions, self.heads, self.kv_heads = functions, config.heads, config.kv_heads
         self.attention_norm = new_norm(config, config.dim)
         self.attention = SelfAttention(config)
         self.mlp_norm = new_norm(config, config.dim)
@@ -183,12 +232,40 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, mask: Mask, attention: Attention, seeds: Tensor | None
     ) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, attention, seeds)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        q, k, v = self.functions.project(hidden, *(rotation or (None, None)), *self.project_weights())
+        out = attention(q, k, v, mask=mask, **self.attention_options(seeds))
+        return self.functions.finish(hidden, out, *self.finish_weights())
+
+    def project_weights(self, kv: slice | None = None) -> Weights:
+        """Return the weights of `project`, those of some KV heads and their query heads, or all."""
+        a, width = self.attention, self.attention.head_dim
+        group = self.heads // self.kv_heads
+        norm: Any = self.attention_norm
+        parts: list[Tensor | None] = [norm.weight, getattr(norm, "bias", None)]
+        for linear, heads in ((a.q, group), (a.k, 1), (a.v, 1)):
+            rows = None if kv is None else slice(kv.start * heads * width, kv.stop * heads * width)
+            for weight in (linear.weight, linear.bias):
+                parts.append(weight if weight is None or rows is None else weight[rows])
+        return *parts, *(None if norm is None else norm.weight for norm in (a.q_norm, a.k_norm))
+
+    def finish_weights(self) -> Weights:
+        """Return the weights of `finish`."""
+        o, norm, m = self.attention.o, self.mlp_norm, self.mlp
+        gate = (None, None) if m.gate is None else (m.gate.weight, m.gate.bias)
+        mlp = *gate, m.up.weight, m.up.bias, m.down.weight, m.down.bias
+        return o.weight, o.bias, norm.weight, getattr(norm, "bias", None), *mlp
+
+    def attention_options(self, seeds: Tensor | None) -> dict[str, Any]:
+        options: dict[str, Any] = dict(self.attention.options)
+        if self.attention.sinks is not None:
+            options["sinks"] = self.attention.sinks
+        if seeds is not None:
+            options.update(dropout=self.attention.dropout, seed=seeds)
+        return options
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotary positions and attention."""
+    """Weights of the projections and options of attention."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -203,22 +280,9 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
 
-    def forward(self, x: Tensor, rotation: Rotation | None, mask: Mask, attention: Attention, seeds: Tensor | None) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))  # (B, S, H, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        options: dict[str, Any] = dict(self.options)
-        if self.sinks is not None:
-            options["sinks"] = self.sinks
-        if seeds is not None:
-            options.update(dropout=self.dropout, seed=seeds)
-        return self.o(attention(q, k, v, mask=mask, **options).flatten(-2))
-
 
 class MLP(nn.Module):
-    """SwiGLU, in which one projection gates the other, or GELU without a gate."""
+    """Weights of SwiGLU, in which one projection gates the other, or of GELU without a gate."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -227,8 +291,61 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.dim, config.mlp_dim, bias=config.bias)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x)) if self.gate is None else swiglu(self.gate(x), self.up(x)))
+
+def row_functions(config: Model) -> RowFunctions:
+    """Return a layer's two functions of rows. They take weights as arguments, so that one compiled graph serves all layers."""
+    width, eps = head_dim(config), config.norm_eps
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if config.norm == "layernorm":
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def project(
+        x: Tensor,  # (B, n, dim)
+        cos: Tensor | None,
+        sin: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        q_weight: Tensor,
+        q_bias: Tensor | None,
+        k_weight: Tensor,
+        k_bias: Tensor | None,
+        v_weight: Tensor,
+        v_bias: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (B, n, H, D) each
+        x = norm(x, norm_weight, norm_bias)
+        pairs = ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias))
+        q, k, v = (F.linear(x, weight, bias).unflatten(-1, (-1, width)) for weight, bias in pairs)
+        if q_norm is not None and k_norm is not None:
+            q, k = F.rms_norm(q, q_norm.shape, q_norm, eps), F.rms_norm(k, k_norm.shape, k_norm, eps)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
+
+    def finish(
+        x: Tensor,  # (B, n, dim)
+        out: Tensor,  # (B, n, H, D)
+        o_weight: Tensor,
+        o_bias: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        gate_weight: Tensor | None,
+        gate_bias: Tensor | None,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:  # (B, n, dim)
+        hidden = x + F.linear(out.flatten(-2), o_weight, o_bias)
+        x = norm(hidden, norm_weight, norm_bias)
+        up = F.linear(x, up_weight, up_bias)
+        inner = gelu(up) if gate_weight is None else swiglu(F.linear(x, gate_weight, gate_bias), up)
+        return hidden + F.linear(inner, down_weight, down_bias)
+
+    return RowFunctions(project, finish)
 
 
 class Head(nn.Module):

@@ -30,10 +30,12 @@ from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import MACHINES
 from ringspan.trainer.planning.memory import GIB, footprint
+from ringspan.trainer.planning.step_time import step_time
 
 DOCS = RESULTS.parent
 PROGRAM = "ringspan results"
@@ -107,18 +109,26 @@ def measure(run: RecordedRun, skip: int) -> Row:
         length=config.data.length, batch=config.data.batch, tokens=tokens, ranks=ranks, data=sorted(config.data.sources)
     )
     row |= dict(split=dict(data=data, ring=ring, ulysses=ulysses), zero=config.engine.zero)
-    row |= dict(activations=config.engine.activations, dtype=_dtype(run), command=_command(run))
+    row |= dict(memory=run.start.get("memory", "unknown"), dtype=_dtype(run), command=_command(run))
     row |= dict(steps=[steps[0]["step"], steps[-1]["step"]], num_steps=len(steps), seconds=seconds)
     row |= dict(seconds_min=min(s["seconds"] for s in steps), seconds_max=max(s["seconds"] for s in steps))
     row |= {"tokens_per_s": tokens / seconds, "tflops_3.5x": kernel, "tflops_3x": model, "loss": steps[-1]["loss"]}
     known = next((m for m in MACHINES.values() if gpu and m.name.split()[-1] in device), None)
     if known:
         row |= {"mfu_3.5x": kernel * 1e12 / known.peak, "mfu_3x": model * 1e12 / known.peak}
-    planned = footprint(config, ranks, gpu).peak / GIB
     if "gib" in steps[-1]:
         peak = max(step["gib"] for step in steps)
-        row |= dict(gib=peak, gib_reserved=max(step["gib_reserved"] for step in steps), planned_gib=planned)
-        row |= dict(planned_of_measured=planned / peak)
+        row |= dict(gib=peak, gib_reserved=max(step["gib_reserved"] for step in steps))
+    if "memory" in run.start:  # absent in runs of versions without memory plans
+        plan = parse(run.start["memory"], config.model)
+        need = footprint(config, ranks, gpu, plan)
+        if "gib" in row:
+            row |= dict(planned_gib=need.peak / GIB, planned_of_measured=need.peak / GIB / row["gib"])
+        if known:
+            planned = sum(step_time(config, ranks, known, plan).values())
+            row |= dict(planned_seconds=planned, planned_of_measured_seconds=planned / seconds)
+        if phases := [step["phases"] for step in steps if "phases" in step]:
+            row |= dict(phases=phases[-1])
     return row | _profiled(run)
 
 
@@ -165,6 +175,7 @@ def _execution(run: RecordedRun) -> Row:
     parallel = {key: value for key, value in asdict(run.config.parallel).items() if key != "timeout"}
     other = dict(ranks=run.start["ranks"], device=run.start["device"], micro_batch=run.config.data.micro_batch)
     mesh = dict(zip(("data", "ring", "ulysses"), validate.mesh_of(run.config, run.start["ranks"]), strict=True))
+    other |= dict(plan=run.start.get("memory"))
     return other | parallel | mesh | asdict(run.config.engine) | dict(deterministic=run.config.debug.deterministic)
 
 
@@ -190,17 +201,20 @@ def report(row: Row) -> str:
     split = " × ".join(f"{name} {size}" for name, size in row["split"].items())
     lines = [
         f"{row['run']}: {row['model']}, {row['parameters']:,} weights, {row['batch']} × {row['length']:,} tokens per step of "
-        f"{', '.join(row['data'])}; {split}, ZeRO {row['zero']}, activations {row['activations']}, {row['dtype']}",
+        f"{', '.join(row['data'])}; {split}, ZeRO {row['zero']}, memory plan {row['memory']}, {row['dtype']}",
         f"  steps {row['steps'][0]} to {row['steps'][1]}, median of {row['num_steps']}: {row['seconds']:.4g} s "
         f"({row['seconds_min']:.4g} to {row['seconds_max']:.4g}), {row['tokens_per_s']:,.0f} tokens/s",
         f"  TFLOP/s per {unit}: {row['tflops_3.5x']:.4g} with attention counted 3.5×, {row['tflops_3x']:.4g} with 3×"
         + (f"; MFU {row['mfu_3.5x']:.1%} and {row['mfu_3x']:.1%}" if "mfu_3x" in row else ""),
     ]
     if "gib" in row:
-        lines.append(
-            f"  memory: {row['gib']:.2f} GiB allocated at the peak, {row['gib_reserved']:.2f} reserved; "
-            f"ringspan check plans {row['planned_gib']:.2f}, {row['planned_of_measured'] - 1:+.1%}"
-        )
+        line = f"  memory: {row['gib']:.2f} GiB allocated at the peak, {row['gib_reserved']:.2f} reserved"
+        if "planned_gib" in row:
+            line += f"; ringspan check plans {row['planned_gib']:.2f}, {row['planned_of_measured'] - 1:+.1%}"
+        lines.append(line)
+    if "planned_seconds" in row:
+        off = row["planned_of_measured_seconds"] - 1
+        lines.append(f"  time: ringspan check plans {row['planned_seconds']:.4g} s per step, {off:+.1%}")
     if "shares" in row:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in row["shares"].items())
         lines.append(f"  step {row['profiled_step']}, profiled, {row['profiled_seconds']:.4g} s: {shares}")

@@ -1,6 +1,7 @@
 """A run: distributed context, data, model and engine, and the methods that the training loop calls."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from ringspan.parallel.context_attention import context_attention
-from ringspan.trainer import activation_checkpointing, run_messages
+from ringspan.parallel.buffered_attention import BufferedAttention
+from ringspan.trainer import run_messages
 from ringspan.trainer.checkpoint import checkpoint, run_folder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.compose import Composed, ConfigError
@@ -23,13 +24,18 @@ from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine, Values
 from ringspan.trainer.evaluate import Report, evaluate
 from ringspan.trainer.generate import generate
-from ringspan.trainer.model import GPT, initial_values
+from ringspan.trainer.memory.kept import KeptTensors, host_sizes
+from ringspan.trainer.memory.streamed import Streaming
+from ringspan.trainer.model import GPT, initial_values, row_functions
 from ringspan.trainer.monitoring import profiling, tracking
+from ringspan.trainer.monitoring.memory_use import MemoryUse
 from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
 from ringspan.trainer.planning import flops
-from ringspan.trainer.planning.memory import memory_warning
+from ringspan.trainer.planning.machines import Machine, machine_of_run
+from ringspan.trainer.planning.memory import free_host_memory_per_rank
+from ringspan.trainer.planning.plans import PlannedStep, Planner
 
 
 class Stopped(Exception):
@@ -55,19 +61,17 @@ class Run:
         self.folder, self._lock = self._enter_folder(composed)
         self.watchdog = Watchdog(self.folder, distributed.rank, distributed.world, config.debug.watchdog)
         self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(self._open_data)
-        if distributed.rank == 0:
-            self._warn_about_memory()
+        self.planned, self.machine = distributed.broadcast(self._plan_memory())
         mesh = distributed.mesh
         self.layout = mesh.layout(config.parallel.layout, config.data.length)
         self.local_positions = self.layout.positions(mesh.context_rank)
         self.accumulation = config.data.batch // (config.data.micro_batch * mesh.data)
-        self.attention = partial(
-            context_attention,
-            layout=self.layout,
-            mesh=mesh,
-            backend=config.parallel.attention,
-            deterministic=config.debug.deterministic,
-        )
+        deterministic = config.debug.deterministic
+        self.attention = BufferedAttention(self.layout, mesh, config.parallel.attention, deterministic)
+        self.streaming: Streaming | None = None
+        if not self.planned.plan.keeps_everything:
+            layers, functions = self.model_config.layers, row_functions(self.model_config)
+            self.streaming = Streaming(self.planned.plan, layers, self.attention, functions)
         with torch.device("meta"):
             skeleton = self._build_model()
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
@@ -82,8 +86,9 @@ class Run:
             self.engine.load_moments(source.values, self.position.applied)
             source.restore_random()
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
-        compiled = validate.compiles(config, self.device.type == "cuda")
-        activation_checkpointing.install(self.model, config.engine.activations, config.engine.offload_activations, compiled)
+        distributed.call_on_all_ranks(self._prepare_layers)
+        host = self.streaming.kept.host_bytes if self.streaming else 0
+        self.memory_use = MemoryUse(self.device, self.planned, host)
         self._start_tracking(source)
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -126,12 +131,22 @@ class Run:
             values["source"] = total.sources
         if not applied:
             values["skipped"] = step - self.position.applied
-        values |= profiling.memory_metrics(self.device, values["tflops"])
+        values |= profiling.memory_metrics(self.device, values["tflops"], *self.memory_use.peaks)
+        if phases := self.memory_use.step(step, seconds):
+            values["phases"] = phases
         tracker.log(step, values)
         if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
             tracker.print(tracking.line(step, config.steps, values, tracker.clock.remaining(step)))
         if not applied:
             tracker.print(f"step {step}: the gradient is not finite; the step is skipped ({values['skipped']} so far)")
+
+    @contextlib.contextmanager
+    def phase(self, step: int, name: str) -> Iterator[None]:
+        """Measure a phase of a step: "forward", "backward" or "step". The first step's phases are written at once."""
+        with self.memory_use.phase(name):
+            yield
+        if self.memory_use.first:
+            self.tracker.log(step, self.memory_use.finished(), kind="phase")
 
     @contextlib.contextmanager
     def profile(self, step: int) -> Iterator[None]:
@@ -193,10 +208,18 @@ class Run:
         if config.evaluate.sample and not run_messages.reads_foreign_tokens(config):
             self.watchdog.update(step, "sample")
             lines += [self._sample(), ""]
+        lines += self.memory_use.report()
         lines += run_messages.final_report(config, self.folder, step, self._last_checkpoint(), self.unsaved)
         self.tracker.print("\n" + "\n".join(lines))
         if self.distributed.rank == 0 and not self.unsaved:
             run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+
+    def out_of_memory(self) -> str:
+        """Return a message about an out-of-memory error: phase, planned and allocated bytes, and the next plan to try."""
+        smaller = self._planner(self.machine).next_smaller(self.planned.plan)
+        last = self._last_checkpoint()
+        saved = f"{last.name} is the last checkpoint" if last else "no checkpoint was saved"
+        return f"{self.memory_use.out_of_memory(smaller)}; {saved}"
 
     def how_to_continue(self) -> str:
         return run_messages.how_to_continue(self.config, self._last_checkpoint())
@@ -219,14 +242,12 @@ class Run:
         text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
         prompt = self.held_out.windows([(text, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
         num_tokens = min(config.evaluate.sample, config.data.length - len(prompt))
-        run_layer, self.model.run_layer = self.model.run_layer, activation_checkpointing.run_layer
         self.model.eval()
         # The cache counts tokens in Python: compiled layers would be recompiled for every token.
         with self.engine.precision(), torch.compiler.set_stance("force_eager"):
             options = dict(temperature=config.evaluate.temperature, size=self.tokenizer.size)
             out = generate(self.model, prompt, num_tokens, **options)
         self.model.train()
-        self.model.run_layer = run_layer
         return "A held-out text; the model continues after the bar:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))
 
     def _enter_folder(self, composed: Composed) -> tuple[Path, IO[str] | None]:
@@ -254,7 +275,49 @@ class Run:
         )
 
     def _build_model(self) -> GPT:
-        return GPT(self.model_config, self.config.rope, self.attention, seed=None)
+        model = GPT(self.model_config, self.config.rope, self.attention, seed=None)
+        if self.streaming is not None:
+            model.stream(self.streaming)
+        return model
+
+    def _plan_memory(self) -> tuple[PlannedStep, Machine] | None:
+        """Choose the memory plan on rank 0, for the least memory of all ranks; warn if it does not fit.
+
+        The warning precedes all large allocations: a machine without enough memory may kill a rank silently.
+        """
+        distributed, gpu = self.distributed, self.device.type == "cuda"
+        each = distributed.gather((profiling.rank_memory(self.device), free_host_memory_per_rank()))
+        if distributed.rank:
+            return None
+        memory, host = map(min, zip(*each, strict=True))
+        ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world))
+        target = machine_of_run(run_messages.device_name(self.device), gpu, memory, host, ranks_per_host)
+        planner = self._planner(target)
+        planned = planner.choose()
+        if warning := planner.misfit(planned):
+            print(f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True)
+        return planned, target
+
+    def _planner(self, machine: Machine) -> Planner:
+        return Planner(replace(self.config, model=self.model_config), self.distributed.world, machine)
+
+    def _prepare_layers(self) -> None:
+        """Take the host memory of the plan, and compile the layers."""
+        compiled = validate.compiles(self.config, self.device.type == "cuda", streamed=self.streaming is not None)
+        if self.streaming is None:
+            if compiled:
+                self.model.compile_layers()
+            return
+        if compiled:
+            self.streaming.compile()
+        autocast = self.config.engine.zero == 0 and validate.uses_bf16(self.config, self.device.type == "cuda")
+        hidden = torch.bfloat16 if validate.uses_bf16(self.config, self.device.type == "cuda") else torch.float32
+        shape = self.planned.plan, self.model_config, self.config.data.micro_batch, len(self.local_positions)
+        sizes = host_sizes(*shape, torch.float32 if autocast else hidden, hidden)
+        try:
+            self.streaming.kept = KeptTensors(self.device, sizes)
+        except MemoryError as error:
+            raise ValueError(str(error)) from None
 
     def _weights(self, source: checkpoint.Reader | None) -> Values:
         """Return the reader of the weights that training starts from: a checkpoint, Hugging Face's, or a seed."""
@@ -320,7 +383,8 @@ class Run:
         step = source.position.step if source else 0
         if source and (warning := self._learning_rate_warning(source.folder.parent.parent, step)):
             print(warning, flush=True)
-        run_folder.record(self.folder, composed, self.distributed.world, run_messages.device_name(self.device), step)
+        device, plan = run_messages.device_name(self.device), str(self.planned.plan)
+        run_folder.record(self.folder, composed, self.distributed.world, device, step, plan)
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is renamed to {name}.bad", flush=True)
 
@@ -339,11 +403,6 @@ class Run:
         description = run_messages.description(config, self.model_config, distributed.mesh, distributed.world, self.device)
         corpora = run_messages.corpus_lines(config, self.data, self.held_out)
         folder = run_messages.short_path(self.folder) + run_messages.resume_note(config, source.position.step if source else 0)
-        self.tracker.print("\n".join([description, *corpora, folder]))
-
-    def _warn_about_memory(self) -> None:
-        """Warn before allocating: a machine without enough memory may kill a rank silently."""
-        resolved = replace(self.config, model=self.model_config)
-        memory = profiling.rank_memory(self.device)
-        if warning := memory_warning(resolved, self.distributed.world, memory, self.device.type == "cuda"):
-            print(warning, file=sys.stderr, flush=True)
+        memory = run_messages.memory_line(self.planned, self.machine)
+        self.tracker.print("\n".join([description, memory, *corpora, folder]))
+        self.tracker.log(self.position.step, self.memory_use.start(), kind="start")

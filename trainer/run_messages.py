@@ -15,6 +15,9 @@ from ringspan.trainer.data.dataset import Corpus, Dataset
 from ringspan.trainer.evaluate import Report
 from ringspan.trainer.monitoring import tracking
 from ringspan.trainer.planning import flops
+from ringspan.trainer.planning.machines import Machine
+from ringspan.trainer.planning.memory import GIB
+from ringspan.trainer.planning.plans import PlannedStep
 
 
 def description(config: Config, model: Model, mesh: Mesh, world: int, device: torch.device) -> str:
@@ -23,6 +26,14 @@ def description(config: Config, model: Model, mesh: Mesh, world: int, device: to
     split = f"data {mesh.data} × ring {mesh.ring} × ulysses {mesh.ulysses}, ZeRO {config.engine.zero}"
     batch = f"{config.data.batch} sequences of {config.data.length:,} tokens per step"
     return f"{config.model.name}: {total:,} weights; {batch}; {world} × {device_name(device)}, {split}"
+
+
+def memory_line(planned: PlannedStep, machine: Machine) -> str:
+    """Describe the memory plan in one line, with its planned memory and time."""
+    need = planned.need
+    host = f" and {need.on_host / GIB:.1f} of host memory" if need.on_host else ""
+    seconds = f", {planned.seconds:.3g} s per step" if machine.peak else ""  # the speed of other machines is unknown
+    return f"memory plan {planned.plan}: {need.peak / GIB:.2f} of {machine.memory / GIB:.1f} GiB{host} planned{seconds}"
 
 
 def corpus_lines(config: Config, data: Dataset, held_out: Dataset) -> Iterator[str]:

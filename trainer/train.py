@@ -53,8 +53,10 @@ def run(composed: compose.Composed) -> int:
         job.tracker.print(f"stopped: {error}")
         job.close(failed=True)
         return 1
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+            print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {job.out_of_memory()}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # the other ranks wait in a collective; torchrun ends them when one rank exits
     job.close()

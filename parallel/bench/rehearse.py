@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.kernels.bench.measure import DTYPES, machine
+from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Mask
 from ringspan.parallel.bench.__main__ import parse_tokens
 from ringspan.parallel.bench.baselines import Setting
@@ -102,9 +103,20 @@ def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, bac
     )
     options: dict[str, Any] = dict(head_start=0, scale=q.shape[-1] ** -0.5, backend=backend)
     out, lse = ring_forward(q, k, v, mask, forward_transport, None, **options)
+    own = backward_transport.plan.steps[0].q_at
     passes = (
         lambda: ring_forward(q, k, v, mask, forward_transport, None, **options),
-        lambda: ring_backward(dout, None, q, k, v, out, lse, mask, backward_transport, **options),
+        lambda: ring_backward(
+            dout,
+            output_delta(dout, out, backend=backend, mask=mask, q_at=own),
+            q,
+            k,
+            v,
+            lse,
+            mask,
+            backward_transport,
+            **options,
+        ),
     )
     passes[1]()
     return passes

@@ -103,7 +103,8 @@ def test_launch_order_of_a_backward(
     transport = SingleRankTransport(plan)
     transport.needs_sms = needs_sms
     q, k, v, out = (torch.zeros(1, 8, 4, 16) for _ in range(4))
-    ring.ring_backward(out, None, q, k, v, out, out.new_zeros(1, 4, 8), Mask(causal=True), transport, 0, backend="reference")
+    row = out.new_zeros(1, 4, 8)  # delta and lse
+    ring.ring_backward(out, row, q, k, v, row, Mask(causal=True), transport, 0, backend="reference")
     parts, heads = (1, 4) if part_bytes else (4, 1)
     assert kernels == [(True, 2), *[(False, heads)] * parts * steps, (True, 2)]
     if is_atomic and not needs_sms:

@@ -84,6 +84,8 @@ def test_both_conventions_are_those_of_planning(runs: Folder, tmp_path: Path) ->
 def test_row_has_measured_and_planned_memory(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = edited(runs / "again", tmp_path / "gpu", "NVIDIA H200", gib=0.5, gib_reserved=0.75, tflops=98.9)
     (row,) = result_of([str(folder)], tmp_path / "out.json")["rows"]
+    start = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
+    assert row["memory"] == start["memory"] == "none"
     planned = footprint(tokenizer.resolve_config(run_folder.config_of(folder)), 2, gpu=True).peak / GIB
     assert row["planned_gib"] == planned and row["planned_of_measured"] == planned / 0.5 and row["gib_reserved"] == 0.75
     assert row["mfu_3.5x"] == pytest.approx(0.1) and row["dtype"] == "bf16"

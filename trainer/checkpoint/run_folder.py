@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from ringspan import ROOT
 from ringspan.trainer.config.compose import Composed, ConfigError
+from ringspan.trainer.config.help import RETIRED
 from ringspan.trainer.config.schema import Config
 
 FINISHED = "finished.json"
@@ -60,7 +61,11 @@ def identity(config: Config) -> str:
 def config_of(folder: Path) -> Config:
     """Return the config in a run's folder; raise a ValueError if this version cannot read it."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml")))
+        tree = OmegaConf.load(folder / "config.yaml")
+        for key in RETIRED:  # none of them defines the run
+            group, _, name = key.partition(".")
+            tree.get(group, {}).pop(name, None)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
     except (OmegaConfBaseException, YAMLError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {reason}") from None
@@ -155,7 +160,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, item in node.items() for key, value in _flat(item, f"{prefix}.{name}".lstrip(".")).items()}
 
 
-def record(folder: Path, composed: Composed, world: int, device: str, step: int) -> None:
+def record(folder: Path, composed: Composed, world: int, device: str, step: int, plan: str) -> None:
     """Record a start, after all validation: write config.yaml, and append overrides, ranks and versions to starts.jsonl.
 
     Args:
@@ -164,6 +169,7 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int)
         world: number of ranks.
         device: name of the device.
         step: step of the checkpoint that the run starts from; 0 without one.
+        plan: the memory plan.
     """
     if step < composed.config.steps:  # the run trains, so it is not finished
         (folder / FINISHED).unlink(missing_ok=True)
@@ -174,6 +180,7 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int)
         time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with the time zone, for readers elsewhere
         overrides=composed.overrides,
         ranks=world,
+        memory=plan,
         device=device,
         host=platform.node(),
         slurm_job=os.environ.get("SLURM_JOB_ID"),

@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.help import (
     CONF,
+    RETIRED,
     default_of,
     explain,
     first_line,
@@ -38,6 +39,7 @@ from ringspan.trainer.config.help import (
     nearest,
     nearest_key,
     option_names,
+    retired,
 )
 from ringspan.trainer.config.schema import Config, Source
 
@@ -239,7 +241,10 @@ def split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _expand_suffix(text: str) -> str:
-    """Expand 128k to 131072 and 1M to 1048576 in counts of tokens only: in `steps`, k could mean 1000."""
+    """Expand 128k to 131072 and 1M to 1048576 in counts of tokens only: in `steps`, k could mean 1000. Quote a memory plan."""
+    key, _, value = text.partition("=")
+    if key == "engine.memory" and " " in value and not value.startswith(("'", '"')):
+        return f"{key}='{value}'"
     match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKM])", text)
     if match is None:
         return text
@@ -307,4 +312,6 @@ def _validate_key(override: Override, folders: list[Path]) -> None:
         return
     if key in option_names() or (key in groups and key != "experiment"):
         return
+    if key in RETIRED:
+        raise ConfigError(f"{text}: {retired(key)}")
     raise ConfigError(f"{text}: there is no option {key}{nearest_key(key, groups)}")

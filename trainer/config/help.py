@@ -13,6 +13,13 @@ from omegaconf import OmegaConf
 from ringspan.trainer.config.schema import Config, Data, Source
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+# Options of earlier versions, and what replaces them.
+RETIRED = {
+    "engine.activations": "leave it out for engine.memory=auto, or take none, least, "
+    "'x/1 outs=LAYERS' (was attention) or 'x/1' (was full), with LAYERS the number of the model's layers",
+    "engine.offload_activations": "engine.memory=auto uses host memory where a plan needs it; "
+    "'x/1@LAYERS' keeps the inputs of all layers there, with LAYERS the number of the model's layers",
+}
 USAGE = """usage: {program} [key=value | group=choice | experiment=name] …
 
   --help             show this page       --cfg job          print the composed config and exit
@@ -103,6 +110,11 @@ def nearest(word: str, words: list[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def retired(key: str) -> str:
+    """Return what replaces an option of an earlier version."""
+    return f"engine.memory replaces this option; {RETIRED[key]}"
+
+
 TYPE_ERRORS = {  # OmegaConf's message for a value of the wrong type: ours
     r"Value (?P<value>.*) of type '\w+' could not be converted to Float": "{value} is not a number",
     r"Value (?P<value>.*) of type '\w+' could not be converted to Integer": "{value} is not a whole number",
@@ -139,6 +151,8 @@ def explain(error: BaseException, overrides: list[str], folders: list[Path]) -> 
         return f"{argument}: {text}"
     files = [path for folder in folders for path in sorted(folder.rglob("*.yaml")) if _sets_key(path, folder, key)]
     source = " or ".join(str(path) for path in files[:2])
+    if key in RETIRED:
+        return f"{key}{f' in {source}' if source else ''}: {retired(key)}"
     hint = nearest_key(key, []) if "not in" in text else ""
     return f"{key or 'the config'}{f' in {source}' if source else ''}: {text}{hint}"
 

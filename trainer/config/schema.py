@@ -153,13 +153,16 @@ class EngineOptions:
     precision: str = option(
         "auto", "matmul precision: bf16 with fp32 master weights, or fp32; auto: bf16 on GPUs", choices=("auto", "bf16", "fp32")
     )
-    compile: str = option("auto", "torch.compile of each layer; auto: on GPUs with ZeRO 0 to 2", choices=("auto", "on", "off"))
-    activations: str = option(
-        "attention",
-        "activation checkpointing: none; full recomputes a layer; attention recomputes all but its (out, lse)",
-        choices=("none", "full", "attention"),
+    compile: str = option(
+        "auto",
+        "torch.compile of layers; auto: on GPUs, with memory=none only in ZeRO 0 to 2",
+        choices=("auto", "on", "off"),
     )
-    offload_activations: bool = option(False, "offload the inputs of checkpointed layers to host memory")
+    memory: str = option(
+        "auto",
+        "what layers keep for their backward: auto is the fastest plan that fits, least the one of least memory, none keeps "
+        "everything; or a plan such as 'x/4 outs=32@16 heads=1 rows=8192' (trainer/memory/plan.py)",
+    )
     bucket_mb: int = option(256, "size of a gradient bucket in MiB", least=1)
     prefetch_mb: int = option(128, "ZeRO 3: MiB of weights to prefetch", least=1)
 

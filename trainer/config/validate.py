@@ -13,6 +13,7 @@ from typing import Any
 
 from ringspan.trainer.config.mixture import BYTES_VOCABULARY, only_shards, shares, tokenizer_file
 from ringspan.trainer.config.schema import Config, Hardware, Model, Rope, Source
+from ringspan.trainer.memory.plan import KEYWORDS, parse
 
 # (option, values of it that use other options (empty: any value above 0), those other options). An option that is set but
 # unused would be ignored silently, so it is a problem.
@@ -129,9 +130,11 @@ def uses_bf16(config: Config, gpu: bool) -> bool:
     return config.engine.precision == "bf16" or (config.engine.precision == "auto" and gpu)
 
 
-def compiles(config: Config, gpu: bool) -> bool:
-    """Whether layers are compiled. `auto` excludes ZeRO 3, whose hooks break the graphs."""
-    return config.engine.compile == "on" or (config.engine.compile == "auto" and config.engine.zero < 3 and gpu)
+def compiles(config: Config, gpu: bool, streamed: bool) -> bool:
+    """Whether layers are compiled: whole layers, or the row functions of streamed ones, which ZeRO 3's hooks do not reach."""
+    if config.engine.zero == 3 and not streamed:
+        return False
+    return config.engine.compile == "on" or (config.engine.compile == "auto" and gpu)
 
 
 def has_gpu() -> bool:
@@ -266,10 +269,16 @@ def _engine(config: Config) -> Iterator[str]:
         yield "engine.offload_optimizer=true: without a GPU the optimizer is on the CPU already; leave it out"
     if engine.offload_parameters and not on_gpu(config):
         yield "engine.offload_parameters=true: without a GPU the weights are on the CPU already; leave it out"
-    if engine.compile == "on" and engine.zero == 3:
-        yield "engine.compile=on, engine.zero=3: ZeRO 3's hooks break compiled layers; use engine.zero=1 or 2, or auto"
-    if engine.offload_activations and engine.activations == "none":
-        yield "engine.offload_activations=true, engine.activations=none: only checkpointed layers offload; use attention"
+    if engine.compile == "on" and engine.zero == 3 and engine.memory == "none":
+        yield (
+            "engine.compile=on, engine.zero=3, engine.memory=none: ZeRO 3's hooks break compiled layers; "
+            "use engine.zero=1 or 2, or engine.memory=auto, which compiles functions without hooks"
+        )
+    if engine.memory not in KEYWORDS:
+        try:
+            parse(engine.memory, config.model)
+        except ValueError as error:
+            yield str(error)
     if engine.precision == "bf16" and not on_gpu(config):
         yield "engine.precision=bf16: without a GPU matmuls are in fp32; use auto or fp32"
 

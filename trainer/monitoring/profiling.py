@@ -40,12 +40,19 @@ def rank_memory(device: torch.device) -> float:
     return memory.host_memory_per_rank()
 
 
-def memory_metrics(device: torch.device, tflops: float) -> dict[str, Any]:
-    """Return peak memory so far and MFU (attention counted 3.5×) as metrics; nothing on a CPU."""
+def memory_metrics(device: torch.device, tflops: float, allocated: int, reserved: int) -> dict[str, Any]:
+    """Return peak memory so far and MFU (attention counted 3.5×) as metrics; nothing on a CPU.
+
+    Args:
+        device: this rank's device.
+        tflops: TFLOP/s of a step.
+        allocated: peak bytes of the run that were allocated.
+        reserved: and reserved.
+    """
     if device.type != "cuda":
         return {}
-    used, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    metrics = dict(gib=used / 2**30, gib_share=used / total, gib_reserved=torch.cuda.max_memory_reserved(device) / 2**30)
+    total = torch.cuda.get_device_properties(device).total_memory
+    metrics = dict(gib=allocated / 2**30, gib_share=allocated / total, gib_reserved=reserved / 2**30)
     peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)), None)
     return metrics | (dict(mfu=tflops * 1e12 / peak) if peak else {})
 

@@ -21,15 +21,21 @@ class Machine:
     memory: float  # bytes of one GPU, or of a CPU rank
     peak: float  # dense bf16 FLOP/s; 0: unknown
     link: float  # bytes/s in each direction between GPUs of a host
-    matmuls: float = 0.0  # FLOP/s of matmuls
+    matmuls: float = 0.0  # FLOP/s of matmuls; 0: MATMUL_EFFICIENCY of the peak
     attention: tuple[float, float] | None = None  # FLOP/s of attention's forward and backward, if measured on this machine
     gpu: bool = True
     gpus: int = 8  # per host
     host: float = math.inf  # bytes of a host's memory, if known
 
+    def __post_init__(self) -> None:
+        self.matmuls = self.matmuls or MATMUL_EFFICIENCY * self.peak
+
     def fits(self, need: Footprint, world: int) -> bool:
         """Return whether a rank's memory and its share of the host's memory are sufficient."""
-        return fits(need.peak, self.memory) and fits(need.on_host, self.host_memory_per_rank(world))
+        return self.fits_device(need) and fits(need.on_host, self.host_memory_per_rank(world))
+
+    def fits_device(self, need: Footprint) -> bool:
+        return fits(need.peak, self.memory)
 
     def host_memory_per_rank(self, world: int) -> float:
         return self.host / min(world, self.gpus)
@@ -50,7 +56,6 @@ def resolve_machine(config: Config) -> tuple[Machine, int]:
     options = config.hardware
     if options.name in MACHINES:
         target, ranks = MACHINES[options.name], options.gpus or 1
-        target = replace(target, matmuls=MATMUL_EFFICIENCY * target.peak)
     else:
         target, default_ranks = _measure_this_machine(config)
         ranks = options.gpus or default_ranks
@@ -71,6 +76,22 @@ def _measure_this_machine(config: Config) -> tuple[Machine, int]:
     matmuls, attention = _measure_speeds(config, "cuda")
     memory = properties.total_memory
     return Machine(properties.name, memory, peak, link, matmuls, attention, gpus=ranks, host=host_memory()), ranks
+
+
+def machine_of_run(device_name: str, gpu: bool, memory: float, host: float, ranks_per_host: int) -> Machine:
+    """Return the machine that a run plans for, without measuring its speeds.
+
+    Args:
+        device_name: name of the device.
+        gpu: whether it is a GPU.
+        memory: bytes of the smallest device of all ranks.
+        host: bytes of host memory per rank, the least of all ranks.
+        ranks_per_host: ranks on each host.
+    """
+    known = next((m for m in MACHINES.values() if m.name.split()[-1] in device_name), None)
+    peak, link = (known.peak, known.link) if known else (0.0, 50e9)
+    matmuls = 0.0 if peak else (100e12 if gpu else 50e9)
+    return Machine(device_name, memory, peak, link, matmuls, gpu=gpu, gpus=ranks_per_host, host=host * ranks_per_host)
 
 
 def default_num_ranks(cpu: bool) -> int:

@@ -7,19 +7,25 @@ terms exist only at some moments. P parameters, N ranks, n tokens per rank, b by
     optimizer    fp32 weights and two moments: 12·P/N. ZeRO 0: two moments, 8·P. Muon keeps one moment of matrices
     gradients    fp32: 4·P for ZeRO 0 and 1, 4·P/N for 2 and 3, plus buckets. ZeRO 0, and 1 in fp32, free them after each step;
                  1 in bf16 keeps its 4·P and reduces in place. A tied head's is held until the embedding's exists
-    checkpoints  layers · b·n·dim of inputs; `attention` adds b·n·heads·head_dim + 4·n·heads of (out, lse)
+    kept         by the memory plan (trainer/memory/plan.py): inputs of b·n·dim, (out, lse) of b·n·heads·head_dim + 4·n·heads
+    working set  of the layers that run their backward: see `working_set`
 
 This is the memory of torch's allocator. RESERVE of the device's memory is left to the driver, NCCL and fragmentation.
 Offloaded terms are counted separately, in the host's memory, which its ranks share.
 """
 
+import contextlib
+import functools
 import math
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import compiles, mesh_of, uses_bf16
-from ringspan.trainer.planning.flops import head_dim, parameters
+from ringspan.trainer.memory.plan import NONE, MemoryPlan
+from ringspan.trainer.planning.flops import Parameters, head_dim, parameters
 
 GIB = 2**30
 RESERVE = 0.08
@@ -30,7 +36,10 @@ MAX_LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered 
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22
 PART_BYTES, SHORT_SHARD = 2**28, 2**15
 SYMMETRIC = "ring's symmetric memory"  # K/V and gradients, with copy engines
+FORWARD, LOSS, OPTIMIZER = "the last layer's forward", "the loss", "the optimizer's step"
 BACKWARD_START, BACKWARD_END = "the start of the backward", "the end of the backward"
+# Moments of each phase that a run measures.
+PHASES = {"forward": (FORWARD, LOSS), "backward": (BACKWARD_START, BACKWARD_END), "step": (OPTIMIZER,)}
 
 
 @dataclass
@@ -39,6 +48,7 @@ class Footprint:
 
     terms: dict[str, float] = field(default_factory=dict)
     moments: dict[str, list[str]] = field(default_factory=dict)
+    between_steps: list[str] = field(default_factory=list)
     offloaded: dict[str, float] = field(default_factory=dict)  # terms in the host's memory, during the whole run
 
     def at(self, moment: str) -> float:
@@ -52,27 +62,66 @@ class Footprint:
     def peak(self) -> float:
         return self.at(self.peak_moment)
 
+    def phase(self, name: str) -> float:
+        """Return the peak of a phase; that of "start" is what exists between steps."""
+        if name == "start":
+            return sum(self.terms[term] for term in self.between_steps)
+        return max(self.at(moment) for moment in PHASES[name])
+
     @property
     def on_host(self) -> float:
         return sum(self.offloaded.values())
 
 
-def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
+@dataclass
+class Shape:
+    """Sizes of a rank's tensors, in bytes unless a comment says otherwise."""
+
+    b: int  # bytes per element of activations
+    n: int  # tokens of a micro-batch on this rank
+    batch: int  # sequences of a micro-batch
+    inputs: float  # a layer's input
+    outs: float  # attention's out and lse
+    heads: int  # query heads × head dim
+    kv: int  # KV heads × head dim
+    layer: float  # weights of a layer (a number)
+
+
+def shape_of(config: Config, world: int, gpu: bool) -> Shape:
+    model = config.model
+    _, ring, ulysses = mesh_of(config, world)
+    bf16, counts = uses_bf16(config, gpu), parameters(model)
+    b = 2 if bf16 else 4
+    n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
+    heads, kv = model.heads * head_dim(model), model.kv_heads * head_dim(model)
+    residual = 4 if config.engine.zero == 0 else b  # autocast keeps the residual stream in the weights' fp32
+    return Shape(
+        b=b,
+        n=n,
+        batch=config.data.micro_batch,
+        inputs=residual * n * model.dim,
+        outs=b * n * heads + 4 * n * model.heads,
+        heads=heads,
+        kv=kv,
+        layer=(counts.attention + counts.mlp) / model.layers,
+    )
+
+
+def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = NONE) -> Footprint:
     """Compute a rank's footprint.
 
     Args:
         config: a valid config whose model is resolved: its vocabulary and max_positions are known.
         world: number of ranks.
         gpu: whether ranks run on GPUs.
+        plan: what layers keep.
     """
     model, engine = config.model, config.engine
     data, ring, ulysses = mesh_of(config, world)
-    width, counts = head_dim(model), parameters(model)
-    bf16 = uses_bf16(config, gpu)
-    b = 2 if bf16 else 4
-    n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
+    width, counts, sizes = head_dim(model), parameters(model), shape_of(config, world, gpu)
+    bf16, b, n = uses_bf16(config, gpu), sizes.b, sizes.n
     P, shards = counts.total, world if engine.zero else 1
-    layer = (counts.attention + counts.mlp) / model.layers
+    layer = sizes.layer
 
     result = Footprint()
     always = result.terms  # terms that exist at every moment
@@ -81,7 +130,9 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     elif engine.zero < 3:
         always["weights"] = b * P
     else:
-        gathered = min(P, MAX_LIVE_PARAMETERS, max(3 * layer, model.vocabulary * model.dim)) + engine.prefetch_mb * 2**20 / b
+        # a segment's weights at a time, and those that are prefetched
+        most = max((2 + max(plan.segment, 1)) * layer, model.vocabulary * model.dim)
+        gathered = min(P, MAX_LIVE_PARAMETERS, most) + engine.prefetch_mb * 2**20 / b
         always["weights"] = (0 if engine.offload_parameters else b * P / shards) + b * min(gathered, P)
     moments = 8 if config.optim.kind == "adamw" else 8 - 4 * (counts.attention + counts.mlp) / P
     optimizer = moments * P / shards + (4 * P / shards if engine.zero else 0)
@@ -93,48 +144,44 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     if engine.zero and not in_place:
         always["gradient buckets"] = engine.bucket_mb * 2**20 * (2 if engine.zero > 1 else 1)
 
-    heads, kv = model.heads * width, model.kv_heads * width
-    inputs, attention = b * n * model.dim, b * n * heads + 4 * n * model.heads
-    # In MLP widths: tensors that autograd saves (the compiler recomputes silu(gate)), and the most that exist during the
-    # backward. swiglu: gate, up, their gradients, one incoming and one outgoing gradient; gelu: its input and the gradients
-    # of its input and output.
-    saved_widths, peak_widths = (3 if compiles(config, gpu) else 4, 6) if model.activation == "swiglu" else (2, 3)
-    saved_mlp = b * n * (model.dim + saved_widths * model.mlp_dim)
-    saved_attention = b * n * (2 * model.dim + heads + 2 * kv) + attention
-    if engine.activations == "none":
-        checkpoints = model.layers * (inputs + saved_attention + saved_mlp)
-    else:
-        checkpoints = inputs * (2 if engine.offload_activations and gpu else model.layers)
-        checkpoints += model.layers * attention if engine.activations == "attention" else 0
     always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of a ring's rank, whose rows are ulysses times as many
     doubling = config.parallel.layout != "striped"  # layouts whose steps may take several blocks
-    ring_shape = config.data.micro_batch, n * ulysses, kv_heads, 2 * width, ring, b
+    group_heads = math.lcm(plan.heads, ulysses) // ulysses if plan.heads else kv_heads
+    ring_shape = config.data.micro_batch, n * ulysses, group_heads, 2 * width, ring, b
     if ring > 1 and gpu:  # for copy engines, the transport within one host
         always[SYMMETRIC] = symmetric_memory(*ring_shape, doubling)
 
+    saved = saved_by_autograd(config, sizes, gpu) if plan.keeps_everything else 0.0
+    kept, on_host = kept_by_layers(plan, model.layers, sizes, saved)
     base = list(always)
-    always = result.terms = dict(always, checkpoints=checkpoints, gradients=gradients)
+    rotation = "rotary angles, tokens"
+    result.between_steps = [name for name in base if name != rotation]
+    always = result.terms = dict(always, **{"kept by layers": kept}, gradients=gradients)
     micro_batches = config.data.batch // (config.data.micro_batch * data)
     if engine.zero > 1 or micro_batches > 1 or in_place:
+        result.between_steps += ["gradients"] * (engine.zero > 1 or in_place)
         base.append("gradients")  # exist from the beginning, or since the previous micro-batch
 
-    # Recomputed tensors, without the (out, lse) that are among the checkpoints.
-    recomputes = 0 if engine.activations == "none" else 1
-    recomputed = saved_attention - (attention if engine.activations == "attention" else 0)
-    backward_mlp = recomputes * (recomputed + saved_mlp) + b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
-    backward_attention: float = recomputes * recomputed
-    backward_attention += 4 * n * (heads + 2 * kv) + b * n * (2 * heads + 2 * kv + 2 * model.dim)
+    ring_buffers = 0.0
     if ring > 1:
         across_hosts = ring_backward_buffers(*ring_shape) - always.get(SYMMETRIC, 0)
-        backward_attention += max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
-    if ulysses > 1:
-        backward_attention += b * n * (2 * heads + 2 * kv)
-    weight_gradients = b * layer if engine.zero else 0
-    result.terms["a layer's backward"] = max(backward_mlp, backward_attention) + weight_gradients
+        ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
+    result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, counts, ring, ulysses > 1, gpu)
+    result.terms["a layer's backward"] = working_set(config, plan, sizes, counts, ring_buffers, ring, ulysses > 1, gpu)
+    last_out = sizes.outs if plan.outs_on_host == plan.outs else 0.0
+    last_input = sizes.inputs if plan.inputs_on_host == len(plan.segments(model.layers)) else 0.0
+    result.terms["the last write to the host"] = last_out if plan.outs else last_input
+    more, first = segment_tensors(plan, model.layers)
+    result.terms["a segment's tensors"] = max((x * sizes.inputs + out * sizes.outs for x, out in more), default=0.0)
+    result.terms["the first segment's tensors"] = first[0] * sizes.inputs + first[1] * sizes.outs
+    weight_gradients = b * layer * max(plan.segment, 1) if engine.zero else 0
+    result.terms["weight gradients of a segment"] = weight_gradients
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
-    result.terms["loss"] = chunk * (4 + (2 if bf16 else 0)) + 2 * inputs + table * (4 + b)
+    result.terms["loss"] = (
+        chunk * (4 + (2 if bf16 else 0)) + (2 + _saved_by_norm(config, gpu)) * sizes.inputs + 18 * n + table * (4 + b)
+    )
     result.terms["head's gradient"] = table * (b if engine.zero else 4)
     result.terms["optimizer's step"] = (
         0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)
@@ -142,27 +189,34 @@ def footprint(config: Config, world: int, gpu: bool = True) -> Footprint:
     # Autograd holds a tied head's gradient until the embedding's exists, at the end of the backward. If gradients are freed
     # after each step, the term "gradients" includes it then.
     tied = ["head's gradient"] * model.tied
+    layers = ["a layer's backward", "weight gradients of a segment"]
     for moment, names in {
-        "the loss": ["checkpoints", "loss"],
-        BACKWARD_START: ["checkpoints", "a layer's backward", *(tied if "gradients" in base else ["head's gradient"])],
-        BACKWARD_END: ["gradients", "a layer's backward", *(tied if "gradients" in base else [])],
-        "the optimizer's step": ["gradients", "optimizer's step"],
+        FORWARD: ["kept by layers", "a layer's forward"],
+        LOSS: ["kept by layers", "loss", "the last write to the host"],
+        BACKWARD_START: [
+            "kept by layers",
+            "a segment's tensors",
+            *layers,
+            *(tied if "gradients" in base else ["head's gradient"]),
+        ],
+        BACKWARD_END: ["gradients", "the first segment's tensors", *layers, *(tied if "gradients" in base else [])],
+        OPTIMIZER: ["gradients", "optimizer's step"],
     }.items():
         result.moments[moment] = list(dict.fromkeys([*base, *names]))
     if gpu:  # a CPU rank has one memory, which is counted above
-        result.offloaded = _offloaded(config, inputs, P / shards, b, micro_batches > 1)
+        result.offloaded = _offloaded(config, on_host, P / shards, b, micro_batches > 1)
     return result
 
 
-def _offloaded(config: Config, inputs: float, share: float, b: int, accumulates: bool) -> dict[str, float]:
-    """Return a rank's bytes in host memory; `inputs` are bytes per layer, `share` is the rank's number of weights.
+def _offloaded(config: Config, kept: float, share: float, b: int, accumulates: bool) -> dict[str, float]:
+    """Return a rank's bytes in host memory; `kept` are bytes kept by layers, `share` is the rank's number of weights.
 
     DeepSpeed's offloaded optimizer: ZeRO 1 and 2 keep a copy of the weights that go back to the GPU, and sums of earlier
     micro-batches in the weights' dtype; ZeRO 3 has a second gradient buffer.
     """
     engine, sizes = config.engine, dict[str, float]()
-    if engine.offload_activations:
-        sizes["checkpoints"] = config.model.layers * pinned_size(inputs)
+    if kept:
+        sizes["kept by layers"] = kept
     if engine.offload_parameters:
         sizes["weights"] = pinned_size(b * share)
     if engine.offload_optimizer and engine.zero == 3:
@@ -171,6 +225,133 @@ def _offloaded(config: Config, inputs: float, share: float, b: int, accumulates:
         sizes["optimizer"] = 8 * share + pinned_size(4 * share) + pinned_size(b * share)
         sizes["gradients"] = pinned_size(4 * share) + b * share * accumulates
     return sizes
+
+
+def saved_by_autograd(config: Config, sizes: Shape, gpu: bool) -> float:
+    """Return the bytes that autograd saves of a layer under the plan `none`."""
+    # In MLP widths: tensors that autograd saves (the compiler recomputes silu(gate)).
+    widths = (3 if compiles(config, gpu, streamed=False) else 4) if config.model.activation == "swiglu" else 2
+    b, n, dim = sizes.b, sizes.n, config.model.dim
+    attention = b * n * (2 * dim + sizes.heads + 2 * sizes.kv) + sizes.outs
+    return sizes.inputs + attention + b * n * (dim + widths * config.model.mlp_dim)
+
+
+def kept_by_layers(plan: MemoryPlan, layers: int, sizes: Shape, saved: float) -> tuple[float, float]:
+    """Return the bytes that layers keep between forward and backward, on the device and in host memory."""
+    if plan.keeps_everything:
+        return layers * saved, 0.0
+    num_inputs = len(plan.segments(layers))
+    device = sizes.inputs * (num_inputs - plan.inputs_on_host) + sizes.outs * (plan.outs - plan.outs_on_host)
+    return device, sizes.inputs * plan.inputs_on_host + sizes.outs * plan.outs_on_host
+
+
+@functools.cache
+def segment_tensors(plan: MemoryPlan, layers: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Count the inputs and (out, lse) on the device while a segment runs its backward.
+
+    At its start those of all its layers are on the device: kept, fetched or made again. At its end, besides those of its first
+    layer, the tensors of the next segment are fetched from the host.
+
+    Returns:
+        (inputs, outs) at such moments, less the tensors that are on the device after the forward; the largest alone.
+        (inputs, outs) of the first segment at its start.
+    """
+    if plan.keeps_everything:
+        return [], (0, 0)
+    segments = plan.segments(layers)
+    kept = [
+        (number >= plan.inputs_on_host, sum(plan.keeps_out(i, layers) and not plan.out_on_host(i, layers) for i in segment))
+        for number, segment in enumerate(segments)
+    ]
+    remaining = [0, 0]
+    moments = []
+    for number in reversed(range(len(segments))):
+        size, (own_x, own_outs) = len(segments[number]), kept[number]
+        remaining[0] -= own_x
+        remaining[1] -= own_outs
+        moments.append((remaining[0] + size, remaining[1] + size))
+        if number and not plan.late:
+            fetched = sum(plan.out_on_host(i, layers) for i in segments[number - 1])
+            moments.append((remaining[0] + 1 + (not kept[number - 1][0]), remaining[1] + 1 + fetched))
+    largest = [m for m in set(moments) if not any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in moments)]
+    return largest, (len(segments[0]), len(segments[0]))
+
+
+def chunk_rows(plan: MemoryPlan, sizes: Shape) -> int:
+    """Return the rows of a chunk, of all sequences."""
+    return sizes.batch * plan.chunk_rows(sizes.n // sizes.batch)
+
+
+def forward_working_set(
+    config: Config, plan: MemoryPlan, sizes: Shape, counts: Parameters, ring: int, exchanges: bool, gpu: bool
+) -> float:
+    """Return the bytes that the forward of one layer needs in addition to the tensors that layers keep."""
+    model, b, n = config.model, sizes.b, sizes.n
+    if plan.keeps_everything:
+        return 0.0  # less than its backward
+    rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
+    widths = 3 if model.activation == "swiglu" else 2
+    x_and_out = sizes.inputs * (plan.segment > 1 or bool(plan.inputs_on_host))
+    x_and_out += sizes.outs * (plan.outs == 0 or bool(plan.outs_on_host))
+    x_and_out += sizes.outs * (plan.segment > 1 and bool(plan.outs_on_host))  # of the layer before, being written to the host
+    carry = 4 * n * h if ring > 1 else 0
+    attention = b * n * (h + 2 * k) * (2 if exchanges else 1) + carry + b * rows * (model.dim + h + 2 * k) * (rows < n)
+    finish = sizes.inputs + b * rows * (widths * model.mlp_dim + 3 * model.dim)
+    return x_and_out + max(attention, finish)
+
+
+def _saved_by_norm(config: Config, gpu: bool) -> int:
+    """Tensors of the input's size that autograd saves for a norm; torch fuses RMSNorm on GPUs only."""
+    return 1 if gpu or config.model.norm == "layernorm" else 2
+
+
+def _group(config: Config, plan: MemoryPlan, sizes: Shape) -> tuple[float, float]:
+    """Elements of the query heads and KV heads of a group, per token."""
+    share = plan.heads / config.model.kv_heads if plan.heads else 1.0
+    return sizes.heads * share, sizes.kv * share
+
+
+def working_set(
+    config: Config,
+    plan: MemoryPlan,
+    sizes: Shape,
+    counts: Parameters,
+    ring_buffers: float,
+    ring: int,
+    exchanges: bool,
+    gpu: bool,
+) -> float:
+    """Return the bytes that the backward of one layer needs in addition to x and (out, lse).
+
+    R rows of a chunk, H and K elements of all query and KV heads per token, h and k those of a group:
+
+        finish      dy, delta; of a chunk: the norm's input and output, MLP tensors and their gradients, dout
+        attention   dy, delta, dk, dv; of a group: q, k, v, dq in fp32 and in the inputs' dtype
+        project     dy, dk, dv; of a chunk: the norm's output, q, k, v and their gradients
+    """
+    model, b, n = config.model, sizes.b, sizes.n
+    swiglu = model.activation == "swiglu"
+    compiled = compiles(config, gpu, streamed=not plan.keeps_everything)
+    saved_widths, peak_widths = (3 if compiled else 4, 6) if swiglu else (2, 3)
+    if plan.keeps_everything:
+        mlp = b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
+        attention = 4 * n * (sizes.heads + 2 * sizes.kv) + b * n * (2 * sizes.heads + 2 * sizes.kv + 2 * model.dim)
+        return max(mlp, attention + ring_buffers + exchanges * b * n * (2 * sizes.heads + 2 * sizes.kv))
+    rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
+    whole = rows == n and h == sizes.heads  # project's graph lasts until its backward
+    weights = counts.attention / model.layers, counts.mlp / model.layers
+    sums = 4 * sum(weights) * (rows < n)  # fp32 sums of a layer's weight gradients
+    delta = 4 * n * model.heads
+    dims = 2 + _saved_by_norm(config, gpu)  # output and y, next to what the MLP's norm saves
+    finish = delta + b * rows * (peak_widths * model.mlp_dim + dims * model.dim) + b * weights[1]
+    kv_gradients = b * n * 2 * sizes.kv
+    fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
+    attention_peak: float = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
+    if ring > 1:
+        attention_peak += ring_buffers + b * n * 2 * k
+    attention_peak += exchanges * b * n * (2 * h + 4 * k)
+    project = kv_gradients + b * rows * (2 * model.dim + 2 * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
+    return sizes.inputs + sums + max(finish, attention_peak, project)
 
 
 def pinned_size(nbytes: float) -> float:
@@ -183,9 +364,52 @@ def fits(peak: float, memory: float) -> bool:
     return peak <= (1 - RESERVE) * memory
 
 
-def host_memory() -> float:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory(root: Path = Path("/")) -> float:
+    """Return the bytes of memory that this process's container may use, or those of the machine.
+
+    Args:
+        root: folder of proc and sys.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for limit, _ in _container_limits(root))])
+
+
+def available_host_memory(root: Path = Path("/")) -> float:
+    """Return the bytes of host memory that are free: of the machine, and within the limits of this process's container."""
+    free = [math.inf]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free.append(1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    return min([*free, *(limit - used for limit, used in _container_limits(root))])
+
+
+def _container_limits(root: Path) -> Iterator[tuple[float, float]]:
+    """Memory limits and use of the process's control groups, versions 1 and 2, and of the groups around them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = PurePosixPath(path.lstrip("/"))
+        for part in dict.fromkeys((group, *group.parents)):  # in a container the path may be the host's, and only / exists
+            folder = base / part
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                yield float(int((folder / limit).read_text())), _reclaimed(folder, float(int((folder / usage).read_text())))
+
+
+def _reclaimed(folder: Path, used: float) -> float:
+    """The use of a control group without its page cache, which the kernel frees when memory is needed."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return used - float(value)
+    return used
 
 
 def host_memory_per_rank() -> float:
@@ -193,20 +417,9 @@ def host_memory_per_rank() -> float:
     return host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def memory_warning(config: Config, world: int, memory: float, gpu: bool = True) -> str:
-    """Return a warning if a rank's planned memory exceeds its device's or host's memory, else ""."""
-    need, host = footprint(config, world, gpu), host_memory_per_rank()
-    problems = []
-    if not fits(need.peak, memory):
-        problems.append(f"need {need.peak / GIB:.1f} GiB (at {need.peak_moment}) and has {memory / GIB:.1f}")
-    if not fits(need.on_host, host):
-        problems.append(f"offload {need.on_host / GIB:.1f} GiB and has {host / GIB:.1f} of this machine's memory")
-    if not problems:
-        return ""
-    return (
-        f"memory: a rank is planned to {', and to '.join(problems)}, so it may run out of memory. "
-        "`ringspan check` with the same options lists changes that fit"
-    )
+def free_host_memory_per_rank() -> float:
+    """Return this rank's share of the host memory that is free, as seen before the ranks allocate theirs."""
+    return min(host_memory_per_rank(), available_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def ring_backward_buffers(
@@ -268,32 +481,3 @@ def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: 
 def _num_parts(elements: int, heads: int, rows: int) -> int:
     """The parts in which a block's dK/dV are sent, an upper bound for a larger step; `rows` of one sequence."""
     return math.gcd(heads, 4) if 4 * elements > PART_BYTES * (2 if rows <= SHORT_SHARD else 1) else 1
-
-
-def longest_sequence(config: Config, world: int, memory: float, gpu: bool = True, host: float = math.inf) -> int:
-    """Return the longest sequence in multiples of 1024 tokens whose step fits; 0 if none does.
-
-    Args:
-        config: the config; its data.length is replaced.
-        world: number of ranks.
-        memory: bytes of a rank's device.
-        gpu: whether ranks run on GPUs.
-        host: bytes of host memory per rank.
-    """
-
-    def length_fits(length: int) -> bool:
-        model = config.model
-        max_positions = length if model.positions == "learned" else 0
-        changed = replace(config, data=replace(config.data, length=length), model=replace(model, max_positions=max_positions))
-        need = footprint(changed, world, gpu)
-        return fits(need.peak, memory) and fits(need.on_host, host)
-
-    if not length_fits(1024):
-        return 0
-    low, high = 1, 2
-    while high < 2**22 and length_fits(high * 1024):
-        low, high = high, high * 2
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if length_fits(middle * 1024) else (low, middle)
-    return low * 1024

@@ -5,7 +5,8 @@ from typing import Any
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.planning.machines import Machine
-from ringspan.trainer.planning.memory import GIB, Footprint, footprint
+from ringspan.trainer.planning.memory import GIB, Footprint
+from ringspan.trainer.planning.plans import Planner
 
 MAX_RANKS = 1024
 
@@ -17,28 +18,27 @@ def remedies(config: Config, world: int, target: Machine) -> list[str]:
         changes = {key: value for key, value in changes.items() if _current(config, key) != value}
         if not changes or changes.get("engine.zero", 3) < config.engine.zero:
             continue
-        need = footprint(_apply(config, changes), world, target.gpu)
-        if target.fits(need, world):
+        step = Planner(_apply(config, changes), world, target).choose()
+        if step.fits:
             text = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-            lines.append(f"  {text}: {_size(need)}")
+            lines.append(f"  {text}: {_size(step.need)}, plan {step.plan}")
     lines = list(dict.fromkeys(lines))  # candidates coincide where the config has some of their values
     ranks = world
     while ranks < MAX_RANKS and not lines and target.gpu:
         ranks *= 2
         one_ring = replace(config, parallel=replace(config.parallel, ring=0, data=1))
-        need = footprint(one_ring, ranks, target.gpu)
-        if target.fits(need, ranks):
-            lines.append(f"  {ranks} GPUs in one ring: {_size(need)}")
+        step = Planner(one_ring, ranks, target).choose()
+        if step.fits:
+            lines.append(f"  {ranks} GPUs in one ring: {_size(step.need)}, plan {step.plan}")
     return lines
 
 
 def _candidates(gpu: bool) -> list[dict[str, Any]]:
-    candidates: list[dict[str, Any]] = [{"engine.offload_activations": False}, {"engine.offload_optimizer": False}]
-    candidates += [{"engine.activations": "attention"}, {"data.micro_batch": 1}, {"engine.zero": 2}]
-    candidates += [{"engine.zero": 3}, {"engine.activations": "full"}, {"engine.zero": 3, "engine.activations": "full"}]
-    candidates += [{"engine.zero": 3, "engine.activations": "attention", "engine.offload_activations": True}]
-    strongest = {"engine.zero": 3, "engine.activations": "full", "engine.offload_activations": True}
-    candidates += [strongest, {**strongest, "engine.offload_optimizer": True}]
+    candidates: list[dict[str, Any]] = [{"engine.memory": "auto"}, {"engine.offload_optimizer": False}]
+    candidates += [{"engine.memory": "auto"} | changes for changes in ({"data.micro_batch": 1}, {"engine.zero": 2})]
+    candidates += [{"engine.memory": "auto", "engine.zero": 3}]
+    strongest = {"engine.memory": "auto", "engine.offload_optimizer": True}
+    candidates += [{**strongest, "engine.zero": zero} for zero in (1, 2, 3)]
     if gpu:
         return candidates
     # A CPU rank has no other memory to offload to.

@@ -50,6 +50,11 @@ class SimulatedMachine:
     def wait(self, stream: Stream, event: Event) -> None:
         self.enqueue(lambda: None, lambda: bool(event), stream)
 
+    def output_delta(self, dout: Tensor, out: Tensor) -> Tensor:
+        result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
+        self.enqueue(lambda: result.copy_(output_delta(dout, out)))
+        return result
+
     def run(self, may_stall: bool = False) -> None:
         """Run all operations; with `may_stall`, as many as can run while some are never ready."""
         late = self.random.choice(list(self.queues))
@@ -163,11 +168,6 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
             keys = [(kind, source, self.rank) for source in ranks]
             machine.enqueue(lambda: None, lambda: all(machine.signals[key] >= count for key in keys))
 
-    def simulated_delta(dout: Tensor, out: Tensor, *args: Any, **options: Any) -> Tensor:
-        result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
-        machine.enqueue(lambda: result.copy_(output_delta(dout, out, *args, **options)))
-        return result
-
     def simulated_forward(*args: Any, **options: Any) -> None:
         machine.enqueue(lambda: block_forward(*args, **options))
 
@@ -193,7 +193,6 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
     ]
     replacements += [
         (ring, "adds_dq_atomically", lambda *_, **__: is_atomic),
-        (ring, "output_delta", simulated_delta),
         (ring, "block_forward", simulated_forward),
         (ring, "block_backward", simulated_backward),
         (copy_engine, "synchronize", lambda device: None),

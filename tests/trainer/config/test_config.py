@@ -94,8 +94,16 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["optim=muon", "engine=zero0"], 1, ["optim.kind=muon, engine.zero=0"]),
     (["engine.zero=0", "engine.offload_optimizer=true"], 1, ["engine.offload_optimizer=true, engine.zero=0"]),
     (["engine.zero=2", "engine.offload_parameters=true"], 1, ["only ZeRO 3 shards weights"]),
-    (["engine.compile=on", "engine=zero3"], 1, ["engine.compile=on, engine.zero=3"]),
-    (["engine.offload_activations=true", "engine.activations=none"], 1, ["engine.activations=none"]),
+    (
+        ["engine.compile=on", "engine=zero3", "engine.memory=none"],
+        1,
+        ["engine.compile=on, engine.zero=3", "engine.memory=auto"],
+    ),
+    (["engine.activations=full"], 1, ["engine.memory replaces this option", "'x/1' (was full)"]),
+    (["engine.offload_activations=true"], 1, ["engine.memory replaces this option", "'x/1@LAYERS'"]),
+    (["engine.memory=much"], 1, ["engine.memory='much' is no plan; write auto, least, none or"]),
+    (["engine.memory=x/1 outs=99"], 1, ["outs=99 is more than the model's"]),
+    (["engine.memory='x/2 heads=3'"], 1, ["heads=3 must divide the model's"]),
     (["data=text"], 1, ["data.sources.text.paths=[]"]),
     (["data=text", "data.sources.text.paths=[/nowhere]"], 1, ["/nowhere does not exist"]),
     (["data=text", f"data.sources.text.paths=[/{'n' * 300}]"], 1, ["n" * 300]),  # longer than any file name may be

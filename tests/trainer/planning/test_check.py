@@ -15,15 +15,17 @@ def test_plan_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "8,030,261,248 weights" in out and "it fits" in out and "longest sequence that fits" in out
     assert "data 1 × ring 4 × ulysses 1" in out and "attention counted 3.5×" in out
+    assert "chosen  x/1 outs=32 " in out and out.count("\n  next    x/") == 2
+    assert "fewest GPUs for 262,144 tokens: 2 × NVIDIA H200 in one ring" in out
     assert check.main([*BIG, "engine.zero=1", "hardware.memory_gib=60"]) == 1
     out = capsys.readouterr().out
     assert "IT DOES NOT FIT" in out and "changes that fit" in out
     remedy = next(line for line in out.splitlines() if line.strip().startswith("engine.zero=3"))
     changes = remedy.strip().partition(":")[0].split()
     assert check.main([*BIG, "hardware.memory_gib=60", *changes]) == 0
-    assert check.main([*BIG, "hardware.memory_gib=79"]) == 1
+    assert check.main([*BIG, "hardware.memory_gib=79", "engine.memory=x/1 outs=32"]) == 1
     remedies = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  engine.")]
-    assert len(remedies) == len(set(remedies)) > 2
+    assert len(remedies) == len(set(remedies)) > 0
 
 
 def test_plan_for_this_machine_measures_it(capsys: pytest.CaptureFixture[str]) -> None:

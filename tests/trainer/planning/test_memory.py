@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,26 +20,23 @@ from ringspan.parallel.ring import ring_backward
 from ringspan.parallel.transport import copy_engine, select
 from ringspan.parallel.transport.p2p import P2PTransport
 from ringspan.trainer import loop
-from ringspan.trainer.activation_checkpointing import install
 from ringspan.trainer.config import compose
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.memory.plan import MemoryPlan, parse
+from ringspan.trainer.memory.streamed import LayerInputs
 from ringspan.trainer.model import GPT
 from ringspan.trainer.planning import memory
-from ringspan.trainer.planning.machines import MACHINES
 from ringspan.trainer.planning.memory import (
     BACKWARD_END,
     BACKWARD_START,
-    GIB,
-    RESERVE,
     footprint,
-    longest_sequence,
-    memory_warning,
 )
 from ringspan.trainer.run import Run
 from tests.trainer import jobs
+from tests.trainer.memory.models import build
 from tests.trainer.planning.configs import planned
 
-H200 = MACHINES["h200"]
+A = MemoryPlan(1, outs=32)  # inputs and (out, lse) of all layers
 
 
 def test_copied_constants_equal_their_sources() -> None:
@@ -51,10 +47,13 @@ def test_copied_constants_equal_their_sources() -> None:
 
 def test_terms_counted_by_hand() -> None:
     P = 8_030_261_248
-    terms = footprint(planned(), 4).terms
+    terms = footprint(planned(), 4, plan=A).terms
     assert terms["optimizer"] == 12 * P / 4 and terms["gradients"] == 4 * P / 4
-    assert terms["checkpoints"] == 32 * (65536 * 4096 * 2 * 2 + 65536 * 32 * 4)  # inputs, out and lse of 32 layers
-    assert footprint(planned("engine.activations=full"), 4).terms["checkpoints"] == 32 * 65536 * 4096 * 2
+    x, out = 65536 * 4096 * 2, 65536 * 4096 * 2 + 65536 * 32 * 4
+    assert terms["kept by layers"] == 32 * (x + out)
+    assert footprint(planned(), 4, plan=MemoryPlan(4)).terms["kept by layers"] == 8 * x
+    mixed = footprint(planned(), 4, plan=MemoryPlan(4, outs=20, inputs_on_host=3, outs_on_host=8))
+    assert mixed.terms["kept by layers"] == 5 * x + 12 * out and mixed.offloaded == {"kept by layers": 3 * x + 8 * out}
     zero1 = footprint(planned("engine.zero=1"), 4).terms
     assert zero1["weights"] == 2 * P and zero1["gradients"] == 4 * P and zero1["optimizer"] == 3 * P
     zero0 = footprint(planned("engine.zero=0"), 4).terms
@@ -62,11 +61,11 @@ def test_terms_counted_by_hand() -> None:
     assert footprint(planned("engine.offload_optimizer=true"), 4).terms["optimizer"] == 0
 
 
-def test_gradients_replace_checkpoints_unless_they_persist() -> None:
+def test_gradients_replace_kept_tensors_unless_they_persist() -> None:
     def moments(*overrides: str) -> dict[str, list[str]]:
-        return footprint(planned("engine.zero=0", *overrides), 4).moments
+        return footprint(planned("engine.zero=0", *overrides), 4, plan=A).moments
 
-    assert "gradients" not in moments()[BACKWARD_START] and "checkpoints" not in moments()[BACKWARD_END]
+    assert "gradients" not in moments()[BACKWARD_START] and "kept by layers" not in moments()[BACKWARD_END]
     assert "gradients" in moments("data.batch=2")[BACKWARD_START] and "gradients" in moments("engine.zero=3")[BACKWARD_START]
     assert "gradients" in moments("engine.zero=1")[BACKWARD_START]  # in bf16 the sums are never freed
     assert "gradients" not in moments("engine.zero=1", "engine.precision=fp32")[BACKWARD_START]
@@ -114,9 +113,13 @@ def test_zero_1_in_bf16_keeps_fp32_sums_and_no_other_gradients(tmp_path: Path) -
         (["engine.zero=3"], ["engine.zero=2"]),
         (["engine.zero=2", "data.batch=2"], ["engine.zero=1", "data.batch=2"]),
         (["engine.zero=1"], ["engine.zero=0"]),
-        (["engine.activations=full"], ["engine.activations=attention"]),
-        (["engine.activations=attention"], ["engine.activations=none"]),
-        (["engine.offload_activations=true"], []),
+        (["engine.memory=x/1"], []),
+        (["engine.memory=x/4"], ["engine.memory=x/1"]),
+        ([], ["engine.memory=none"]),
+        (["engine.memory=x/1@32 outs=32"], []),
+        (["engine.memory=x/1 outs=32@32"], []),
+        (["engine.memory=x/1 outs=32 rows=8192"], []),
+        (["engine.memory=x/1 outs=32 rows=8192 heads=1"], ["engine.memory=x/1 outs=32 rows=8192"]),
         ([], ["data.length=524288"]),
         ([], ["data.batch=4", "data.micro_batch=4"]),
         (["optim=muon", "engine.zero=2"], ["engine.zero=2"]),
@@ -124,28 +127,11 @@ def test_zero_1_in_bf16_keeps_fp32_sums_and_no_other_gradients(tmp_path: Path) -
     ],
 )
 def test_options_that_save_memory_lower_the_peak(smaller: list[str], larger: list[str]) -> None:
-    assert footprint(planned(*smaller), 4).peak < footprint(planned(*larger), 4).peak
-
-
-def test_memory_warning_appears_above_the_reserve() -> None:
-    config = planned()
-    enough = footprint(config, 4).peak / (1 - RESERVE)
-    assert memory_warning(config, 4, enough * 1.001) == ""
-    available = enough * 0.999
-    warning = memory_warning(config, 4, available)
-    assert f"{footprint(config, 4).peak / GIB:.1f} GiB" in warning and f"has {available / GIB:.1f}" in warning
-    assert "`ringspan check`" in warning
-
-
-def test_longest_sequence_is_the_last_that_fits() -> None:
-    config = planned()
-    longest = longest_sequence(config, 4, H200.memory)
-    peaks = [
-        footprint(replace(config, data=replace(config.data, length=length)), 4).peak for length in (longest, longest * 17 // 16)
-    ]
-    assert peaks[0] <= (1 - RESERVE) * H200.memory < peaks[1]
-    assert longest_sequence(config, 4, GIB) == 0
-    assert longest_sequence(planned("engine.activations=full"), 4, H200.memory) > longest
+    peaks = []
+    for overrides in (smaller, larger):
+        config = planned("engine.memory=x/1 outs=32", *overrides)
+        peaks.append(footprint(config, 4, plan=parse(config.engine.memory, config.model)).peak)
+    assert peaks[0] < peaks[1]
 
 
 def saved_bytes(model: GPT, length: int) -> int:
@@ -165,53 +151,47 @@ def saved_bytes(model: GPT, length: int) -> int:
     return sum(saved.values())
 
 
-def test_checkpoints_equal_the_tensors_that_autograd_saves() -> None:
-    """Measured on the CPU in fp32, for one additional layer."""
+def test_kept_bytes_equal_the_tensors_that_autograd_saves() -> None:
+    """Measured on the CPU in fp32, for one additional layer under the plan `none`."""
     measured, counted = {}, {}
-    for activations in ("full", "attention", "none"):
-        for layers in (1, 2):
-            overrides = ["model=tiny", f"model.layers={layers}", "data.length=256", f"engine.activations={activations}"]
-            config = tokenizer.resolve_config(compose.load([*overrides, "parallel.device=cpu"], world_size=1).config)
-            model = GPT(config.model)
-            install(model, activations, offload=False, compiled=False)
-            measured[activations, layers] = saved_bytes(model, 256)
-            counted[activations, layers] = footprint(config, 1, gpu=False).terms["checkpoints"]
-    layer_counted = {a: counted[a, 2] - counted[a, 1] for a in ("full", "none")}
-    layer_measured = {a: measured[a, 2] - measured[a, 1] for a in ("full", "none")}
-    assert layer_measured["full"] == layer_counted["full"] == 256 * 96 * 4
-    assert layer_measured["none"] == pytest.approx(layer_counted["none"], rel=0.15)
+    for layers in (1, 2):
+        overrides = ["model=tiny", f"model.layers={layers}", "data.length=256", "parallel.device=cpu"]
+        config = tokenizer.resolve_config(compose.load(overrides, world_size=1).config)
+        measured[layers] = saved_bytes(GPT(config.model), 256)
+        counted[layers] = footprint(config, 1, gpu=False).terms["kept by layers"]
+    assert measured[2] - measured[1] == pytest.approx(counted[2] - counted[1], rel=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
-def test_checkpoints_of_a_compiled_layer() -> None:
+def test_kept_bytes_of_a_compiled_layer() -> None:
     measured, counted = {}, {}
     for layers in (1, 2):
         overrides = ["model=tiny", f"model.layers={layers}", "data.length=256"]
-        overrides += ["engine.activations=none", "engine.compile=on", "parallel.device=cpu"]
+        overrides += ["engine.memory=none", "engine.compile=on", "parallel.device=cpu"]
         config = tokenizer.resolve_config(compose.load(overrides, world_size=1).config)
         model = GPT(config.model)
-        install(model, "none", offload=False, compiled=True)
+        model.compile_layers()
         measured[layers] = saved_bytes(model, 256)
-        counted[layers] = footprint(config, 1, gpu=False).terms["checkpoints"]
+        counted[layers] = footprint(config, 1, gpu=False).terms["kept by layers"]
     assert measured[2] - measured[1] == pytest.approx(counted[2] - counted[1], rel=0.05)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layers_backward_allocates_the_planned_bytes(activation: str, tmp_path: Path) -> None:
-    """The peak that the profiler measures during the backward of one checkpointed layer."""
+    """The peak that the profiler measures during the backward of one layer whose rows are one chunk."""
     size = ["model.dim=128", "model.heads=4", "model.kv_heads=2", "model.mlp_dim=1024", f"model.activation={activation}"]
     overrides = ["model=tiny", *size, "data.length=1024", "data.micro_batch=4", "data.batch=4", "parallel.device=cpu"]
-    config = tokenizer.resolve_config(compose.load([*overrides, "engine.activations=attention"], world_size=1).config)
-    model = GPT(config.model)
-    install(model, "attention", offload=False, compiled=False)
+    config = tokenizer.resolve_config(compose.load(["model.layers=1", *overrides], world_size=1).config)
+    model = build("x/1 outs=1", config.model, 1024, 4, torch.float32)
     rotation = model.rotation(torch.arange(1024).expand(4, -1))
     hidden = torch.randn(4, 1024, 128, requires_grad=True)
-    mask = model.masks(None, hidden.device)[0]
-    out = model.run_layer(model.layers[0], hidden * 1, rotation, mask, model.attention, None)
+    inputs = [LayerInputs(rotation, model.masks(None, hidden.device)[0], None, 0)]
+    out = model.segments[0](hidden * 1, inputs, model.attention)
     dout = torch.randn_like(out)
-    measured = peak_bytes(lambda: out.backward(dout), tmp_path)
-    assert footprint(config, 1, gpu=False).terms["a layer's backward"] == pytest.approx(measured, rel=0.1)
+    measured = peak_bytes(lambda: out.backward(dout), tmp_path) + dout.nbytes
+    counted = footprint(config, 1, gpu=False, plan=MemoryPlan(1, 1)).terms
+    assert counted["a layer's backward"] == pytest.approx(measured, rel=0.1)
 
 
 def peak_bytes(function: Callable[[], object], folder: Path) -> int:
@@ -240,9 +220,8 @@ def test_ring_backward_over_p2p_allocates_the_planned_bytes(
     transport = P2PTransport(RingGroups(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
-    measured = peak_bytes(
-        lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path
-    )
+    row = out.new_zeros(batch, heads, rows)  # delta and lse
+    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
     counted = 3 * q.nbytes + memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     # A ring of two has its peak at the end, when dk and dv are made and half of the local block's are still separate.
     end = 3 * k.nbytes if ring == 2 else 0
@@ -290,9 +269,8 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     transport = copy_engine.CopyEngineTransport(groups, plan, torch.device("cpu"))
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
-    measured = peak_bytes(
-        lambda: ring_backward(out, None, q, k, v, out, out.new_zeros(batch, heads, rows), **options), tmp_path
-    )
+    row = out.new_zeros(batch, heads, rows)  # delta and lse
+    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
     doubling, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
     assert sum(reserved.values()) == memory.symmetric_memory(*shape, doubling)
     counted = 3 * q.nbytes + memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)
@@ -301,3 +279,52 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     blocks = 1 + half + 1 / select.num_parts(plan, k, v)
     peak = max(counted, 3 * q.nbytes + blocks * (k.nbytes + v.nbytes))
     assert peak <= measured <= 1.01 * peak
+
+
+def container(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """Folders of proc and sys with these control groups."""
+    for name, text in {"proc/self/cgroup": cgroup, "proc/meminfo": "MemAvailable:    9000000 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1 = "4:memory:/job/step\n3:cpu:/\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit", "free"),
+    [
+        ("", {}, None, 9000000 * 1024),
+        ("0::/job\n", {"sys/fs/cgroup/job/memory.max": "max\n"}, None, 9000000 * 1024),
+        ("0::/\n", {"sys/fs/cgroup/memory.max": "4000", "sys/fs/cgroup/memory.current": "1000"}, 4000, 3000),
+        (
+            "0::/a/b\n",
+            {
+                "sys/fs/cgroup/a/b/memory.max": "max",
+                "sys/fs/cgroup/a/memory.max": "5000",
+                "sys/fs/cgroup/a/memory.current": "1500",
+                "sys/fs/cgroup/a/memory.stat": "anon 1000\ninactive_file 500\n",
+            },
+            5000,
+            4000,
+        ),
+        (
+            V1,
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000",
+                "sys/fs/cgroup/memory/memory.stat": "cache 7\ntotal_inactive_file 100\n",
+            },
+            3000,
+            2100,
+        ),
+    ],
+)
+def test_host_memory_is_that_of_the_container(
+    cgroup: str, files: dict[str, str], limit: int | None, free: int, tmp_path: Path
+) -> None:
+    root = container(tmp_path, cgroup, files)
+    assert memory.host_memory(root) == (limit or memory.host_memory(tmp_path / "none"))
+    assert memory.available_host_memory(root) == free
