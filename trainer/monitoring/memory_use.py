@@ -7,6 +7,7 @@ the GPU. On a CPU only the time is measured.
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class MemoryUse:
         if self.gpu:
             self._bytes[START] = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         self._read()
-        return dict(phase=START, plan=str(self.planned.plan), seconds_planned=self.planned.seconds, **self._row(START))
+        about = dict(plan=str(self.planned.plan), seconds_planned=self.planned.seconds)
+        return dict(phase=START, **about, **self._row(START), **self._outside_the_allocator())
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -58,7 +60,7 @@ class MemoryUse:
         name = self._times[-1][0]
         if self.gpu:
             torch.cuda.synchronize(self.device)
-        return dict(phase=name, **self._row(name), seconds=self._elapsed(*self._times[-1][1:]))
+        return dict(phase=name, **self._row(name), **self._outside_the_allocator(), seconds=self._elapsed(*self._times[-1][1:]))
 
     def step(self, number: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step's phases, after the GPU has finished it; nothing on a CPU."""
@@ -117,6 +119,17 @@ class MemoryUse:
         if self.host or self.planned.need.on_host:
             row |= dict(host_planned=self.planned.need.on_host / GIB, host_pinned=self.host / GIB)
         return row
+
+    def _outside_the_allocator(self) -> dict[str, float]:
+        """GiB of the GPU that torch's allocator has not reserved, and this process's host memory, now and at its peak."""
+        used: dict[str, float] = {}
+        if self.gpu:
+            free, total = torch.cuda.mem_get_info(self.device)
+            used["outside"] = (total - free - torch.cuda.memory_reserved(self.device)) / GIB
+        with contextlib.suppress(OSError):  # Linux
+            fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            used |= {name: int(fields[key].split()[0]) / 2**20 for name, key in (("host_now", "VmRSS"), ("host_peak", "VmHWM"))}
+        return used
 
     def _read(self, name: str = "") -> None:
         """Add the peaks since the last reading to a phase; between phases only to the run's."""

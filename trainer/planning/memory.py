@@ -74,7 +74,7 @@ class Footprint:
 
 
 @dataclass
-class Shape:
+class TensorSizes:
     """Sizes of a rank's tensors, in bytes unless a comment says otherwise."""
 
     b: int  # bytes per element of activations
@@ -87,7 +87,7 @@ class Shape:
     layer: float  # weights of a layer (a number)
 
 
-def shape_of(config: Config, world: int, gpu: bool) -> Shape:
+def shape_of(config: Config, world: int, gpu: bool) -> TensorSizes:
     model = config.model
     _, ring, ulysses = mesh_of(config, world)
     bf16, counts = uses_bf16(config, gpu), parameters(model)
@@ -95,7 +95,7 @@ def shape_of(config: Config, world: int, gpu: bool) -> Shape:
     n = config.data.micro_batch * -(-config.data.length // (ring * ulysses))
     heads, kv = model.heads * head_dim(model), model.kv_heads * head_dim(model)
     residual = 4 if config.engine.zero == 0 else b  # autocast keeps the residual stream in the weights' fp32
-    return Shape(
+    return TensorSizes(
         b=b,
         n=n,
         batch=config.data.micro_batch,
@@ -227,7 +227,7 @@ def _offloaded(config: Config, kept: float, share: float, b: int, accumulates: b
     return sizes
 
 
-def saved_by_autograd(config: Config, sizes: Shape, gpu: bool) -> float:
+def saved_by_autograd(config: Config, sizes: TensorSizes, gpu: bool) -> float:
     """Return the bytes that autograd saves of a layer under the plan `none`."""
     # In MLP widths: tensors that autograd saves (the compiler recomputes silu(gate)).
     widths = (3 if compiles(config, gpu, streamed=False) else 4) if config.model.activation == "swiglu" else 2
@@ -236,7 +236,7 @@ def saved_by_autograd(config: Config, sizes: Shape, gpu: bool) -> float:
     return sizes.inputs + attention + b * n * (dim + widths * config.model.mlp_dim)
 
 
-def kept_by_layers(plan: MemoryPlan, layers: int, sizes: Shape, saved: float) -> tuple[float, float]:
+def kept_by_layers(plan: MemoryPlan, layers: int, sizes: TensorSizes, saved: float) -> tuple[float, float]:
     """Return the bytes that layers keep between forward and backward, on the device and in host memory."""
     if plan.keeps_everything:
         return layers * saved, 0.0
@@ -277,13 +277,13 @@ def segment_tensors(plan: MemoryPlan, layers: int) -> tuple[list[tuple[int, int]
     return largest, (len(segments[0]), len(segments[0]))
 
 
-def chunk_rows(plan: MemoryPlan, sizes: Shape) -> int:
+def chunk_rows(plan: MemoryPlan, sizes: TensorSizes) -> int:
     """Return the rows of a chunk, of all sequences."""
     return sizes.batch * plan.chunk_rows(sizes.n // sizes.batch)
 
 
 def forward_working_set(
-    config: Config, plan: MemoryPlan, sizes: Shape, counts: Parameters, ring: int, exchanges: bool, gpu: bool
+    config: Config, plan: MemoryPlan, sizes: TensorSizes, counts: Parameters, ring: int, exchanges: bool, gpu: bool
 ) -> float:
     """Return the bytes that the forward of one layer needs in addition to the tensors that layers keep."""
     model, b, n = config.model, sizes.b, sizes.n
@@ -305,7 +305,7 @@ def _saved_by_norm(config: Config, gpu: bool) -> int:
     return 1 if gpu or config.model.norm == "layernorm" else 2
 
 
-def _group(config: Config, plan: MemoryPlan, sizes: Shape) -> tuple[float, float]:
+def _group(config: Config, plan: MemoryPlan, sizes: TensorSizes) -> tuple[float, float]:
     """Elements of the query heads and KV heads of a group, per token."""
     share = plan.heads / config.model.kv_heads if plan.heads else 1.0
     return sizes.heads * share, sizes.kv * share
@@ -314,7 +314,7 @@ def _group(config: Config, plan: MemoryPlan, sizes: Shape) -> tuple[float, float
 def working_set(
     config: Config,
     plan: MemoryPlan,
-    sizes: Shape,
+    sizes: TensorSizes,
     counts: Parameters,
     ring_buffers: float,
     ring: int,
