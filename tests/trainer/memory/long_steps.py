@@ -35,7 +35,7 @@ from ringspan.trainer.planning.plans import Planner
 
 PREDICTIONS = ROOT / "docs" / "results" / "memory-predictions.json"
 COMMON = [
-    "data=stdlib", "data.batch=1", "schedule.warmup=0", "checkpoint=none", "evaluate.batches=0",
+    "data=recall", "data.batch=1", "schedule.warmup=0", "checkpoint=none", "evaluate.batches=0",
     "evaluate.sample=0", "debug.watchdog=0", "parallel.timeout=900", "tracking.log_every=1",
 ]  # fmt: skip
 HOST_GIB = 125  # of each GPU's share of the host

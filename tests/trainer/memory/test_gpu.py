@@ -21,7 +21,7 @@ from ringspan.trainer.model import GPT, row_functions
 from ringspan.trainer.planning.memory import BACKWARD_END, BACKWARD_START, FORWARD, LOSS, footprint
 
 pytestmark = pytest.mark.gpu
-GPU = torch.device("cuda")
+GPU = torch.device("cuda", 0)
 ROWS, WIDTH, HEADS = 2**20, 4096, 32  # the last head of the last rows lies beyond 2^32 elements
 LAST = 1024  # rows that are compared
 LAYERS = 8
