@@ -14,6 +14,7 @@ import mmap
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class HostRegion:
     """
 
     def __init__(self, nbytes: int, device: torch.device, threads: int = 8) -> None:
-        self.nbytes, self.device, self.registered = nbytes, device, False
+        self.nbytes, self.device = nbytes, device
         remedy = "take another plan with engine.memory, or raise the container's memory limit and `ulimit -l`"
         if nbytes > (available := available_host_memory()):  # the kernel would kill the process that touches the pages
             raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory are planned, {available / GIB:.1f} are free: {remedy}")
@@ -54,17 +55,13 @@ class HostRegion:
         code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), nbytes, 0)
         if int(code) != 0:
             raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory cannot be page-locked ({code}): {remedy}")
-        self.registered = True
+        # before the memory is unmapped: the driver would keep a mapping of addresses that others get
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._bytes.data_ptr()).atexit = False
 
     def slot(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = dtype.itemsize * int(torch.Size(shape).numel())
         assert offset % 16 == 0 and offset + size <= self.nbytes, (offset, size, self.nbytes)
         return self._bytes[offset : offset + size].view(dtype).view(shape)
-
-    def close(self) -> None:
-        if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self.registered = False
 
     def _touch(self, threads: int) -> None:
         """Write to every page, in pieces, so that progress can be shown."""

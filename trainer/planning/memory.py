@@ -175,8 +175,8 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     more, first = segment_tensors(plan, model.layers)
     result.terms["a segment's tensors"] = max((x * sizes.inputs + out * sizes.outs for x, out in more), default=0.0)
     result.terms["the first segment's tensors"] = first[0] * sizes.inputs + first[1] * sizes.outs
-    weight_gradients = b * layer * max(plan.segment, 1) if engine.zero else 0
-    result.terms["weight gradients of a segment"] = weight_gradients
+    others = plan.segment - 1 if plan.segment else 1  # layers whose gradients wait for the segment's end
+    result.terms["weight gradients of a segment"] = b * layer * others if engine.zero else 0
     chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
     table = model.vocabulary * model.dim
     result.terms["loss"] = (
@@ -290,14 +290,22 @@ def forward_working_set(
     if plan.keeps_everything:
         return 0.0  # less than its backward
     rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
-    widths = 3 if model.activation == "swiglu" else 2
-    x_and_out = sizes.inputs * (plan.segment > 1 or bool(plan.inputs_on_host))
-    x_and_out += sizes.outs * (plan.outs == 0 or bool(plan.outs_on_host))
+    x_and_out = sizes.inputs * (plan.segment > 1 or plan.inputs_on_host == len(plan.segments(model.layers)))
+    x_and_out += sizes.outs * (plan.outs_on_host == plan.outs)  # none is kept, or all are on the host
     x_and_out += sizes.outs * (plan.segment > 1 and bool(plan.outs_on_host))  # of the layer before, being written to the host
     carry = 4 * n * h if ring > 1 else 0
     attention = b * n * (h + 2 * k) * (2 if exchanges else 1) + carry + b * rows * (model.dim + h + 2 * k) * (rows < n)
-    finish = sizes.inputs + b * rows * (widths * model.mlp_dim + 3 * model.dim)
+    finish = sizes.inputs + b * rows * (mlp_widths(config, gpu)[0] * model.mlp_dim + 2 * model.dim)
     return x_and_out + max(attention, finish)
+
+
+def mlp_widths(config: Config, gpu: bool) -> tuple[int, int]:
+    """Return the tensors of the MLP's width at the peak of its forward without gradients, and of its backward.
+
+    Compiled functions write into buffers that are free. tests/trainer/memory/test_gpu.py measures both.
+    """
+    forward, backward = (2, 4) if compiles(config, gpu, streamed=True) else (4, 6)
+    return (forward, backward) if config.model.activation == "swiglu" else (forward // 2, backward // 2)
 
 
 def _saved_by_norm(config: Config, gpu: bool) -> int:
@@ -325,33 +333,39 @@ def working_set(
 
     R rows of a chunk, H and K elements of all query and KV heads per token, h and k those of a group:
 
-        finish      dy, delta; of a chunk: the norm's input and output, MLP tensors and their gradients, dout
+        finish      dy, delta; of a chunk: the norm's input and output, MLP tensors and their gradients, a matrix's gradient
         attention   dy, delta, dk, dv; of a group: q, k, v, dq in fp32 and in the inputs' dtype
         project     dy, dk, dv; of a chunk: the norm's output, q, k, v and their gradients
     """
     model, b, n = config.model, sizes.b, sizes.n
     swiglu = model.activation == "swiglu"
-    compiled = compiles(config, gpu, streamed=not plan.keeps_everything)
-    saved_widths, peak_widths = (3 if compiled else 4, 6) if swiglu else (2, 3)
     if plan.keeps_everything:
+        saved_widths, peak_widths = (3 if compiles(config, gpu, streamed=False) else 4, 6) if swiglu else (2, 3)
         mlp = b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
         attention = 4 * n * (sizes.heads + 2 * sizes.kv) + b * n * (2 * sizes.heads + 2 * sizes.kv + 2 * model.dim)
         return max(mlp, attention + ring_buffers + exchanges * b * n * (2 * sizes.heads + 2 * sizes.kv))
     rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
     whole = rows == n and h == sizes.heads  # project's graph lasts until its backward
-    weights = counts.attention / model.layers, counts.mlp / model.layers
-    sums = 4 * sum(weights) * (rows < n)  # fp32 sums of a layer's weight gradients
+    mlp = counts.mlp / model.layers
+    finish_weights = mlp + model.dim * sizes.heads  # and o's
+    project_weights = (counts.attention + counts.mlp) / model.layers - finish_weights
+    chunks = -(-n // rows)
+    sums = 4 if chunks > 2 else b * (chunks > 1)  # bytes of a weight's sum: the first chunk's gradients are not summed
+    after_finish = finish_weights * (4 if chunks > 1 else b)
     delta = 4 * n * model.heads
     dims = 2 + _saved_by_norm(config, gpu)  # output and y, next to what the MLP's norm saves
-    finish = delta + b * rows * (peak_widths * model.mlp_dim + dims * model.dim) + b * weights[1]
+    finish = delta + b * rows * (mlp_widths(config, gpu)[1] * model.mlp_dim + dims * model.dim)
+    finish += sums * finish_weights + b * mlp / (3 if swiglu else 2)
     kv_gradients = b * n * 2 * sizes.kv
     fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
     attention_peak: float = delta + kv_gradients + b * n * (h + 2 * k) + b * n * h + fp32_dq + b * n * model.dim * whole
     if ring > 1:
         attention_peak += ring_buffers + b * n * 2 * k
-    attention_peak += exchanges * b * n * (2 * h + 4 * k)
-    project = kv_gradients + b * rows * (2 * model.dim + 2 * (sizes.heads + 2 * sizes.kv)) + b * weights[0]
-    return sizes.inputs + sums + max(finish, attention_peak, project)
+    attention_peak += exchanges * b * n * (2 * h + 4 * k) + after_finish
+    norms = 2 if model.norm == "layernorm" else 3
+    project = kv_gradients + b * rows * (norms * model.dim + 2 * (sizes.heads + 2 * sizes.kv))
+    project += after_finish + (sums + b) * project_weights
+    return sizes.inputs + max(finish, attention_peak, project)
 
 
 def pinned_size(nbytes: float) -> float:

@@ -1,6 +1,6 @@
 """Training steps of long sequences: memory and time planned before the run, beside measured ones.
 
-    python -m tests.trainer.memory.long_steps predict                  write docs/results/memory-predictions.json; needs no GPU
+    python -m tests.trainer.memory.long_steps predict                  write docs/results/predictions-long-steps.json
     python -m tests.trainer.memory.long_steps run NAME... --out DIR    run on this machine's GPUs, write DIR/memory-NAME.json
 
 A run pins the memory plan of its prediction. It trains `steps` steps after a short run that fills the caches of compilers.
@@ -33,7 +33,7 @@ from ringspan.trainer.planning.machines import resolve_machine
 from ringspan.trainer.planning.memory import GIB, PHASES
 from ringspan.trainer.planning.plans import Planner
 
-PREDICTIONS = ROOT / "docs" / "results" / "memory-predictions.json"
+PREDICTIONS = ROOT / "docs" / "results" / "predictions-long-steps.json"
 COMMON = [
     "data=recall", "data.batch=1", "schedule.warmup=0", "checkpoint=none", "evaluate.batches=0",
     "evaluate.sample=0", "debug.watchdog=0", "parallel.timeout=900", "tracking.log_every=1",

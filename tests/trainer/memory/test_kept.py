@@ -147,5 +147,5 @@ def test_region_is_touched_and_registered_exactly(monkeypatch: pytest.MonkeyPatc
         slot.fill_(number)
     assert [slot.unique().tolist() for slot in slots] == [[0], [1]]
     assert all(a.data_ptr() != b.data_ptr() for a, b in itertools.combinations(slots, 2))
-    region.close()
+    del region
     assert fake.registered == 0
