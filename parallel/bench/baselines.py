@@ -144,8 +144,9 @@ def _sinks(leaves: tuple[Tensor, ...]) -> Tensor | None:
 def _alone(setting: Setting, context: BenchContext) -> Iterator[Problem]:
     shape = setting.single_rank_shape(context.ranks)
     leaves, dout = _tensors(setting, context, shape.length)
-    mask, options = setting.mask(shape.length), dict(sinks=_sinks(leaves), backend=context.backend)
-    run = lambda: attention(*leaves[:3], mask, **options)  # noqa: E731
+    mask, options = setting.mask(shape.length), dict[str, Any](sinks=_sinks(leaves), backend=context.backend)
+    q, k, v = leaves[:3]
+    run = lambda: attention(q, k, v, mask, **options)  # noqa: E731
     yield Problem(run, leaves, dout, shape.flops(), Layout("contiguous", shape.length, 1))
 
 
@@ -157,7 +158,8 @@ def _sharded(setting: Setting, context: BenchContext, mesh: Mesh, kind: str, tra
     options: dict[str, Any] = dict(layout=layout, mesh=mesh, transport=transport, backend=context.backend)
     options |= dict(sinks=_sinks(leaves))
     mask = setting.mask(global_shape.length)
-    run = lambda: context_attention(*leaves[:3], mask, **options)  # noqa: E731
+    q, k, v = leaves[:3]
+    run = lambda: context_attention(q, k, v, mask, **options)  # noqa: E731
     return Problem(run, leaves, dout, global_shape.flops() / context.ranks, layout)
 
 
@@ -191,8 +193,8 @@ def _ulysses_over(kernel: str) -> Make:
         exchange = ranks, group.group_name, context_group.group_name
 
         def run() -> Tensor:
-            inputs = (to_heads(x, *exchange) for x in leaves)
-            return to_tokens(BASELINES[kernel].run(*inputs, local), *exchange)
+            q, k, v = (to_heads(x, *exchange) for x in leaves)
+            return to_tokens(BASELINES[kernel].run(q, k, v, local), *exchange)
 
         layout = context.ulysses.layout("contiguous", global_shape.length)
         yield Problem(run, leaves, dout, global_shape.flops() / ranks, layout)
@@ -221,7 +223,7 @@ def _torch_shards(setting: Setting, context: BenchContext, rotate: str) -> Itera
 
         def run() -> Tensor:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=setting.heads != setting.kv_heads)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=setting.heads != setting.kv_heads)
 
         layout = context.ring.layout("zigzag", global_shape.length)
         yield Problem(run, leaves, torch.randn_like(q), global_shape.flops() / context.ranks, layout, heads_first=True)
@@ -249,9 +251,10 @@ def check_torch_context_parallel(setting: Setting, context: BenchContext, rotate
     refusals = []
     for name, options in tries.items():
         with _torch_shards(short, context, rotate) as problem:
+            q, k, v = problem.leaves
             try:
                 with sdpa_kernel(kernels):
-                    out = F.scaled_dot_product_attention(*problem.leaves, **options)
+                    out = F.scaled_dot_product_attention(q, k, v, **options)
                 torch.autograd.grad(out, problem.leaves, problem.dout)
             except Exception as error:  # torch raises many types
                 reason = str(error).strip().partition("\n")[0]
