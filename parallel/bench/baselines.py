@@ -257,8 +257,8 @@ def check_torch_context_parallel(setting: Setting, context: BenchContext, rotate
                     out = F.scaled_dot_product_attention(q, k, v, **options)
                 torch.autograd.grad(out, problem.leaves, problem.dout)
             except Exception as error:  # torch raises many types
-                reason = str(error).strip().partition("\n")[0]
-                refusals.append(f"{name}: {type(error).__name__}, {reason[:70]}")
+                reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+                refusals.append(f"{name}: {type(error).__name__}, {reason[:80]}")
     if refusals:
         raise NotImplementedError("; ".join(refusals))
     if "attn_mask" in tries:
