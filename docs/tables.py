@@ -212,7 +212,7 @@ def _tile(tile: list[int] | Result) -> str:
 def ring(result: Result) -> str:
     """Render TFLOP/s per rank (forward + backward), share of the kernel alone and peak memory: a row per setting."""
     rows = {(row["setting"], row["name"]): row for row in result["rows"]}
-    labels = {row["name"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong")}
+    labels = {row["name"]: row["label"] for row in result["rows"] if row["status"] in ("ok", "wrong", "refused")}
     title = f"{result['ranks']} GPUs: TFLOP/s per GPU (share of one rank alone), peak GiB"
     lines = [f"| {title} | " + " | ".join(labels.values()) + " |", "|---" * (len(labels) + 1) + "|"]
     for setting in result["settings"]:
@@ -224,8 +224,15 @@ def ring(result: Result) -> str:
                 peak = f", {row['peak_gib']:.2f}" if "peak_gib" in row else ""
                 cells.append(_number(row["both_tflops"]) + share + peak)
             else:
-                cells.append({"wrong": "wrong result", "failed": "fails"}.get(row["status"], "–"))
+                names = {"wrong": "wrong result", "failed": "fails", "refused": "refused"}
+                cells.append(names.get(row["status"], "–"))
         lines.append(f"| {setting['name']} | " + " | ".join(cells) + " |")
+    host = [f"{row['label']} {row['both_host_share']:.0%}" for row in result["rows"] if "both_host_share" in row]
+    if host:
+        lines += ["", f"Time of the host's launches as a share of the time: {', '.join(host)}."]
+    refusals = dict.fromkeys(f"- {row['label']}: {row['note']}" for row in result["rows"] if row["status"] == "refused")
+    if refusals:
+        lines += ["", "Refused:", "", *refusals]
     return "\n".join(lines) + "\n\n" + _provenance(result)
 
 

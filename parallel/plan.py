@@ -79,7 +79,8 @@ VisibleRows = tuple[int, int, int, int]  # query rows first … end − 1, key r
 def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = ()) -> Plan:
     """Return the plan of `rank`, cached per layout, mask, rank and `blocks`.
 
-    Only mask data in host memory is used, because reading device tensors would synchronise.
+    Only mask data in host memory is used, because reading device tensors would synchronise. Documents have no plan of their own
+    if the rest of the mask leaves few remote rows, as a short window does: kernels hide the rows of other documents.
 
     Args:
         layout: Layout of the ring, with ulysses = 1.
@@ -90,7 +91,7 @@ def make_plan(layout: Layout, mask: Mask, rank: int, blocks: tuple[int, ...] = (
     host_mask = mask.host_mask()
     left, right, _, starts, ends, prefix = host_mask.bounds()
     prefix_lengths = None if prefix is None else tuple(prefix.tolist())
-    if starts is None or ends is None:
+    if starts is None or ends is None or _has_few_remote_rows(layout, left, right, prefix_lengths):
         return _cached_plan(layout, left, right, prefix_lengths, rank, blocks)
     cache = _document_caches.setdefault(starts, {})
     rule = layout, left, right, prefix_lengths
@@ -111,9 +112,20 @@ _document_caches = WeakTensorKeyDictionary()
 def _cached_plan(
     layout: Layout, left: int, right: int, prefix_lengths: tuple[int, ...] | None, rank: int, blocks: tuple[int, ...]
 ) -> Plan:
-    few = layout.local_length // 4
     visible = _cached_visible_rows(layout, left, right, prefix_lengths)
-    return _build_plan(layout, visible, rank, blocks, layout.local_length, few)
+    return _build_plan(layout, visible, rank, blocks, layout.local_length, few_rows(layout))
+
+
+def few_rows(layout: Layout) -> int:
+    """Return the number of rows of a shard up to which rows of remote blocks are computed apart from the others."""
+    return layout.local_length // 4
+
+
+@lru_cache(maxsize=256)
+def _has_few_remote_rows(layout: Layout, left: int, right: int, prefix_lengths: tuple[int, ...] | None) -> bool:
+    """Whether a rank reads few remote rows on average. Equal on all ranks, which must agree on their plans."""
+    visible = _cached_visible_rows(layout, left, right, prefix_lengths)
+    return sum(end - first for _, _, first, end in visible.values()) <= layout.ranks * few_rows(layout)
 
 
 @lru_cache(maxsize=256)
@@ -135,7 +147,7 @@ def _build_plan(
     """Build a plan whose `max_keys` is at least `min_capacity`.
 
     If remote blocks involve at most `few` local rows, as with a window, the other local rows are computed separately: they
-    need no fp32 sums. `few` is 0 with documents, whose borders differ between batches, so that buffer sizes stay constant.
+    need no fp32 sums. `few` is 0 for a plan of documents: their borders differ between batches, and buffer sizes stay constant.
     """
     ends = list(accumulate(blocks or (1,) * (layout.ranks - 1), initial=1))
     assert ends[-1] == layout.ranks, f"blocks={blocks} cover {ends[-1] - 1} remote ranks, not {layout.ranks - 1}"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ringspan.kernels.backends.choose import adds_dq_atomically
 from ringspan.kernels.blocks import block_backward, block_forward
+from ringspan.kernels.document_tables import SENTINEL
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
 from ringspan.kernels.tensors import accumulation_dtype
@@ -35,7 +36,7 @@ from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.select import num_parts
 
 # A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
-# the host cannot launch twice as many in time.
+# the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
 SPLIT_HEADS_ABOVE = 2**14
 
 
@@ -79,7 +80,7 @@ def ring_forward(
         len(plan.steps) > 1
         and can_overlap_kernels(transport, mask)
         and k.shape[2] > 1
-        and q.shape[1] * len(plan.steps) > SPLIT_HEADS_ABOVE
+        and equivalent_rows(q.shape[1], mask) * len(plan.steps) > SPLIT_HEADS_ABOVE
     )
     middle = k.shape[2] // 2 if split_heads else 0
     head_groups = [slice(start, end) for start, end in ((0, middle), (middle, k.shape[2])) if start < end]
@@ -181,13 +182,16 @@ def ring_backward(
     num_shared_keys = min(num_shared, local_step.num_keys)
     if few_shared := num_shared < k.shape[1]:
         dk, dv = new_gradients(k.shape[1])
-        for gradient in (dk, dv):
-            gradient[:, local_step.num_keys :] = 0
+        if local_step.num_keys < k.shape[1]:
+            for gradient in (dk, dv):
+                gradient[:, local_step.num_keys :] = 0
     # dK/dV of the shared local keys: local contribution of the first half, and remote ones. See GradientReturn.
     local_sums = k.new_empty((num_shared, k.shape[0], k.shape[2], width + v.shape[3]), dtype=acc_dtype)
     rotation = StreamRotation(kernel_streams(q.device) if overlap else [CurrentStream()])
     filler_stream = SideStream(q.device, "filler", priority=0) if overlap else CurrentStream()
-    first_half, last_half = half_regions(local_sums.shape[2], num_shared_keys, num_shared_keys)
+    # The kernels of unshared keys are enough to overlap transfers with; then one kernel computes the shared ones.
+    split = whole_region if few_shared else half_regions
+    first_half, last_half = split(local_sums.shape[2], num_shared_keys, num_shared_keys)
 
     def launch_kernel(
         step: Step,
@@ -240,7 +244,7 @@ def ring_backward(
         if kv_heads.stop == k.shape[2]:
             release()
 
-    first_region, last_region = half_regions(local_sums.shape[2], num_shared_keys, num_shared)
+    first_region, last_region = split(local_sums.shape[2], num_shared_keys, num_shared)
     if num_shared > num_shared_keys:
         local_sums[num_shared_keys:, :, first_region[0]] = 0  # padding rows, which no kernel writes
     parts, priority = num_parts(transport.plan, k, v), -1 if overlap else 0
@@ -269,14 +273,15 @@ def ring_backward(
     returns.wait_for_sums()
     # Allocated only here, because memory use peaks while gradients are in transfer.
     dq = acc_dq if acc_dtype == q.dtype else torch.empty_like(acc_dq, dtype=q.dtype)
-    dk_shared, dv_shared = new_gradients(num_shared)
+    is_one_range = few_shared and len(shared) == 1
+    dk_shared, dv_shared = (dk[:, shared[0]], dv[:, shared[0]]) if is_one_range else new_gradients(num_shared)
     returns.wait_for_caller()
     if not overlap:
         last_sums = launch_last_half()
     returns.finish(last_sums, filler_stream.completion(), dk_shared, dv_shared)
     if not few_shared:
         dk, dv = dk_shared, dv_shared
-    else:
+    elif not is_one_range:
         for rows, packed_rows in packed(shared):
             dk[:, rows], dv[:, rows] = dk_shared[:, packed_rows], dv_shared[:, packed_rows]
     if dq is not acc_dq:
@@ -293,6 +298,13 @@ def can_overlap_kernels(transport: Transport, mask: Mask) -> bool:
     return not transport.needs_sms and not mask.has_padding
 
 
+def equivalent_rows(rows: int, mask: Mask) -> float:
+    """Return the rows of a block without a window that takes as long as these rows with it: the root of rows × window."""
+    bounds = mask.bounds()
+    window = rows if SENTINEL in (bounds.left, bounds.right) else bounds.left + bounds.right + 1
+    return (rows * min(rows, window)) ** 0.5
+
+
 def kernel_streams(device: torch.device) -> list[SideStream]:
     return [SideStream(device, name, priority=-2) for name in ("kernels 0", "kernels 1")]
 
@@ -307,6 +319,11 @@ def slice_dims(x: Tensor, dim_1: slice | None, dim_2: slice | None = None) -> Te
     """Return x[:, dim_1, dim_2], where None is the whole dimension; x itself if that is all of it, which saves host time."""
     x = x if dim_1 is None or dim_1.stop - dim_1.start == x.shape[1] else x[:, dim_1]
     return x if dim_2 is None or dim_2.stop - dim_2.start == x.shape[2] else x[:, :, dim_2]
+
+
+def whole_region(heads: int, keys: int, end: int) -> list[Region]:
+    """Return (KV heads, rows) of a whole block, and of a second half without rows."""
+    return [(slice(0, heads), slice(0, end)), (slice(0, heads), slice(end, end))]
 
 
 def half_regions(heads: int, keys: int, end: int) -> list[Region]:

@@ -238,9 +238,11 @@ def attempt(call: Callable[..., Any], *args: object) -> Any:
         result: Row = {"status": "skipped", "note": f"not installed: {error}"}
     except ValueError as error:
         result = {"status": "skipped", "note": str(error)}
+    except NotImplementedError as error:
+        result = {"status": "refused", "note": str(error)}
     except Exception as error:  # compilers and drivers raise many types
         result = {"status": "failed", "note": f"{type(error).__name__}: {error}"}
-    result["note"] = " ".join(result["note"].split())[:200]
+    result["note"] = " ".join(result["note"].split())[:400]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # after an out-of-memory error the next kernel needs all of it
     return result

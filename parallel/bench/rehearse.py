@@ -146,7 +146,7 @@ def measure(
     dtype: torch.dtype,
 ) -> list[Row]:
     """Return a row for the kernel alone and one for each of `ranks`; shares are ratios within a round, because clocks drift."""
-    mask, length = setting.mask(), setting.single_rank_shape(layout.ranks).length
+    mask, length = setting.mask(layout.length), setting.single_rank_shape(layout.ranks).length
     single = Layout("contiguous", length, 1)
     all_passes = [make_passes(tensors(setting, length, device, dtype), single, mask, 0, backend)]
     inputs = tensors(setting, layout.local_length, device, dtype)

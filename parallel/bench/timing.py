@@ -21,6 +21,10 @@ class Timing(NamedTuple):
     flops: float  # of a forward, per rank
     forward_mcycles: float | None = None
     both_mcycles: float | None = None
+    both_host: float | None = None  # ms in which the host launches a forward and its backward
+
+
+HOST_CALLS = 5  # so few that the GPU's queue of launches does not fill, which would make the host wait
 
 
 def time_candidate(candidate: Candidate, setting: Setting, context: BenchContext, rep: float, cycles: bool) -> Timing:
@@ -33,7 +37,8 @@ def time_candidate(candidate: Candidate, setting: Setting, context: BenchContext
 
         calls = forward, lambda: forward_and_backward(problem)
         forward_ms, both_ms = (_median_ms(call, context, rep) for call in calls)
-        timing = Timing(forward_ms, both_ms, problem.flops)
+        host_ms = _host_ms(calls[1], context) if context.device.type == "cuda" else None  # a CPU's host computes
+        timing = Timing(forward_ms, both_ms, problem.flops, both_host=host_ms)
         if not cycles:
             return timing
         counts = (_mcycles(call, context, num_calls(ms, rep)) for call, ms in zip(calls, timing[:2], strict=True))
@@ -52,6 +57,18 @@ def _median_ms(call: Callable[[], object], context: BenchContext, rep: float) ->
 
     first = _largest(times(1)[0], context)
     return _largest(statistics.median(times(num_calls(first, rep))), context)
+
+
+def _host_ms(call: Callable[[], object], context: BenchContext) -> float:
+    """ms in which the host launches a call, of the slowest rank."""
+    dist.barrier(group=context.ring.context_group)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    host_ms = 1000 * (time.perf_counter() - start) / HOST_CALLS
+    torch.cuda.synchronize()
+    return _largest(host_ms, context)
 
 
 def _mcycles(call: Callable[[], object], context: BenchContext, calls: int) -> float:
@@ -116,6 +133,10 @@ def speeds(timings: list[Timing], alone: list[Timing]) -> dict[str, float]:
             if pairs:
                 shares = [_share(timing, single, f"{part}_mcycles") for timing, single in pairs]
                 row |= _spread(f"{part}_cycles_share", shares)
+    host = [timing.both_host for timing in timings if timing.both_host is not None]
+    if host:
+        row["both_host_ms"] = statistics.median(host)
+        row["both_host_share"] = row["both_host_ms"] / row["both_ms"]
     return row
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import ParallelismConfig
 
 from ringspan.hf import context_parallel
 from tests.hf import trainer_jobs
@@ -55,8 +56,11 @@ def test_options_that_a_ring_cannot_honour_are_refused(tmp_path: Path) -> None:
         (dict(average_tokens_across_devices=False), "average_tokens_across_devices=False"),
         (dict(train_sampling_strategy="batch_rebalance"), "train_sampling_strategy='batch_rebalance'"),
         (dict(attention="eager"), "attn_implementation='eager'"),
+        (dict(compute_loss_func=lambda outputs, labels, **_: outputs.logits.sum()), "compute_loss_func"),
+        (dict(use_liger_kernel=True), "use_liger_kernel=True"),
+        (dict(parallelism_config=ParallelismConfig()), "parallelism_config"),
     ):
-        with pytest.raises(ValueError, match=f"{name} under a ring"):
+        with pytest.raises(ValueError, match=f"^{name} under a ring"):
             trainer_jobs.train(str(tmp_path), ring=context_parallel(), **options)
 
 

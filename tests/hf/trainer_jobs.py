@@ -36,6 +36,7 @@ def train(
     ring: Any = None,
     samples: int = 23,
     evaluated: int = 5,
+    compute_loss_func: Any = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Run a Trainer; return its log and the final weights.
@@ -50,7 +51,8 @@ def train(
         logging_nan_inf_filter=False,
     )  # fmt: skip
     args = TrainingArguments(folder, **arguments | options)
-    data = dict(train_dataset=dataset(samples, 0), eval_dataset=dataset(evaluated, 1))
+    data: dict[str, Any] = dict(train_dataset=dataset(samples, 0), eval_dataset=dataset(evaluated, 1))
+    data |= dict(compute_loss_func=compute_loss_func)
     model = make_model("mistral", attention, torch.float32)
     extra = {} if ring is None else dict(ring=ring)
     trainer = (Trainer if ring is None else RingTrainer)(model, args, **data, **extra)

@@ -6,6 +6,7 @@ NCCL needs a GPU per rank. Copy engines do not: with too few GPUs, ranks share t
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tests.parallel.helpers.work import RingCase
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ["p2p", "all_gather", "copy", "copy_all"]
 CAUSAL = dict(causal=True)
+PACKED_WINDOW = dict(causal=True, window=40, documents=[0] * 700 + [1] * 1000 + [2] * 2348)
 DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2] * 2300)
 BF16 = RingCase(
     "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
@@ -62,6 +64,8 @@ def gpus() -> Iterator[Callable[..., Pool]]:
         replace(BF16, name="full", mask={}),
         replace(BF16, name="window", mask=dict(causal=True, window=300)),
         replace(BF16, name="documents", mask=DOCUMENTS),
+        replace(BF16, name="window-documents", kind="contiguous", mask=PACKED_WINDOW),
+        replace(BF16, name="window-documents-zigzag", mask=PACKED_WINDOW),
         replace(BF16, name="mqa", heads=(8, 1)),
         replace(BF16, name="parts", heads=(8, 8), part_bytes=0),
         replace(BF16, name="parts-documents", heads=(8, 8), part_bytes=0, mask=DOCUMENTS),
@@ -160,3 +164,18 @@ def test_transfers_overlap_kernels(transport: str, tmp_path: Path, gpus) -> None
     for counts, overlap in gpus(2)(jobs.trace_ring, path, Setting(16384, 16, 16, 128), f"ring-zigzag-{transport}", "cuda"):
         assert all(kinds["compute"] and kinds["transfer"] for kinds in counts)
         assert overlap >= 0.5, f"{overlap:.0%} of the transfer time overlaps a kernel"
+
+
+def test_benchmark_of_packed_windows_and_of_torch(tmp_path: Path, gpus) -> None:
+    """torch's context_parallel computes plain causal attention rightly, and refuses what it is tried on otherwise."""
+    runs = {"plain": "--heads 8/8", "packed": "--heads 16/2 --window 128 --sinks --documents 8"}
+    for name, options in runs.items():
+        path = tmp_path / f"{name}.json"
+        argv = f"--tokens 2k --head-dim 64 --rounds 1 --rep 5 {options} --json {path}".split()
+        only = "alone,ring-contiguous-copy,ring-zigzag-copy,ulysses,torch-cp-allgather,torch-cp-alltoall"
+        assert gpus(2)(functools.partial(jobs.run_bench, [*argv, "--only", only]), patience=600) == [0, 0]
+        for row in json.loads(path.read_text())["rows"]:
+            if name == "packed" and not row["ours"]:
+                assert row["status"] == "refused" and "attn_mask: " in row["note"] and "sinks: TypeError" in row["note"], row
+            else:
+                assert row["status"] == "ok" and row["error"] < 0.01 and row["both_host_share"] > 0, row

@@ -117,6 +117,36 @@ def test_launch_order_of_a_backward(
         assert log.priorities == {"sums": 0}
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "kind, rank, forward, backward", [("contiguous", 0, 1, 2), ("contiguous", 1, 3, 2), ("zigzag", 1, 3, 3)]
+)
+def test_a_short_window_has_few_kernels(
+    kind: str, rank: int, forward: int, backward: int, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host launches each for longer than it runs.
+
+    Forward: rows with remote keys twice, the others once. Backward: local keys with remote queries, the others, remote keys.
+    """
+    rows: dict[str, list[int]] = {"block_forward": [], "block_backward": []}
+    monkeypatch.setattr(ring, "block_forward", lambda q, *_, **__: rows["block_forward"].append(q.shape[1]))
+    monkeypatch.setattr(
+        ring, "block_backward", lambda dout, q, k, *_, **__: rows["block_backward"].append((q.shape[1], k.shape[1]))
+    )
+    monkeypatch.setattr(ring, "adds_dq_atomically", lambda *_, **__: True)
+    n, ids = 2**15, torch.arange(2**16) // 5000
+    mask = Mask(causal=True, window=128, documents=ids if documents else None)
+    transport = SingleRankTransport(make_plan(Layout(kind, 2 * n, 2), mask, rank))
+    transport.needs_sms = False
+    q, k = torch.empty(1, n, 4, 1), torch.empty(1, n, 2, 1)
+    lse = q.new_empty(1, 4, n)
+    ring.ring_forward(q, k, k, mask, transport, None, 0, backend="reference")
+    ring.ring_backward(q, lse, q, k, k, lse, mask, transport, 0, backend="reference")
+    assert len(rows["block_forward"]) == forward and len(rows["block_backward"]) == backward
+    assert sum(rows["block_forward"]) == n + (128 if forward > 1 else 0)
+    assert sum(num_keys for _, num_keys in rows["block_backward"]) == n + (128 if backward > 2 or rank else 0)
+
+
 @pytest.mark.parametrize(
     "splits_heads, changes",
     [

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ringspan.parallel.bench import __main__ as bench
 from ringspan.parallel.bench import baselines
 from ringspan.parallel.bench.baselines import BenchContext, Setting
 from ringspan.parallel.bench.timing import Timing, speeds
+from ringspan.parallel.layout import Layout
 from ringspan.parallel.transport.base import is_transfer
 from tests.docs.test_tables import tables
 from tests.parallel.helpers import jobs
@@ -30,12 +32,11 @@ def test_benchmark_completes_on_two_ranks(tmp_path: Path, pools) -> None:
     assert str(tmp_path) not in json.dumps(result)
     rows = {row["name"]: row for row in result["rows"]}
     assert {"alone", "ring-zigzag-p2p", "ring-striped-all_gather", "ulysses", "ulysses-sdpa-flash"} <= set(rows)
-    for name, row in rows.items():
+    for row in rows.values():
         assert row["status"] == "ok", row
         assert 0 < row["both_tflops_min"] <= row["both_tflops"] <= row["both_tflops_max"]
         assert 0 < row["both_share_min"] <= row["both_share"] <= row["both_share_max"]
-        if name.startswith("ring"):
-            assert row["error"] < 1e-5
+        assert row["error"] < 1e-5
     assert rows["alone"]["both_share"] == 1
     table = tables.ring(result)
     assert (
@@ -45,20 +46,45 @@ def test_benchmark_completes_on_two_ranks(tmp_path: Path, pools) -> None:
     )
 
 
-def test_a_wrong_ring_is_not_timed(tmp_path: Path, pools) -> None:
+def test_windows_sinks_and_packed_documents(tmp_path: Path, pools) -> None:
+    """The kernel alone has the same mask and sinks. A baseline without them says so, and torch's refusals are torch's own."""
     path = tmp_path / "ring.json"
-    assert pools(2)(_RingWithoutWindow(path)) == [1, 1]
+    argv = "--device cpu --tokens 40 --heads 4/2 --head-dim 16 --window 9 --sinks --documents 7 --rounds 1 --rep 1"
+    names = "alone", "ring-contiguous-p2p", "ring-zigzag-p2p", "ulysses", "ulysses-sdpa-flash", "torch-cp-alltoall"
+    assert pools(2)(functools.partial(jobs.run_bench, [*argv.split(), "--only", ",".join(names), "--json", str(path)])) == [
+        0,
+        0,
+    ]
+    result = json.loads(path.read_text())
+    assert "--window 9 --sinks --documents 7 --only" in result["command"]
+    assert result["settings"][0]["name"] == "40-h4-2-d16-window9-sinks-docs7" and result["settings"][0]["documents"] == 7
+    rows = {row["name"]: row for row in result["rows"]}
+    for name in names[:4]:
+        assert rows[name]["status"] == "ok" and rows[name]["error"] < 1e-5 and rows[name]["both_share"] > 0
+    assert rows["ulysses-sdpa-flash"]["status"] == "skipped" and "sinks" in rows["ulysses-sdpa-flash"]["note"]
+    refused = rows["torch-cp-alltoall"]
+    assert refused["status"] == "refused" and "sinks: TypeError, " in refused["note"] and "attn_mask: " in refused["note"]
+    table = tables.ring(result)
+    assert "| refused |" in table and f"torch context_parallel, cuDNN, alltoall: {refused['note']}" in table
+
+
+@pytest.mark.parametrize("dropped", ["mask", "sinks"])
+def test_a_wrong_ring_is_not_timed(dropped: str, tmp_path: Path, pools) -> None:
+    path = tmp_path / "ring.json"
+    assert pools(2)(_WrongRing(path, dropped)) == [1, 1]
     row = json.loads(path.read_text())["rows"][1]
     assert row["status"] == "wrong" and "both_tflops" not in row
 
 
 def test_shares_of_time_and_of_cycles() -> None:
     """A ring with half of the work, as slow at half the clock."""
-    alone, ring = Timing(1.0, 4.0, 2e9, 10.0, 40.0), Timing(1.0, 4.0, 1e9, 5.0, 20.0)
+    alone, ring = Timing(1.0, 4.0, 2e9, 10.0, 40.0), Timing(1.0, 4.0, 1e9, 5.0, 20.0, both_host=3.0)
     row = speeds([ring, ring._replace(both=2.0)], [alone, alone])
     assert row["forward_share"] == 0.5 and row["both_share_min"] == 0.5 and row["both_share_max"] == 1
     assert row["both_cycles_share"] == 1 and row["both_mcycles"] == 20 and row["both_tflops_min"] == 3.5 / 4
-    assert "both_cycles_share" not in speeds([Timing(*ring[:3])], [Timing(*alone[:3])])
+    assert row["both_host_ms"] == 3 and row["both_host_share"] == 1  # of the median of 4 and 2 ms
+    bare = speeds([Timing(*ring[:3])], [Timing(*alone[:3])])
+    assert "both_cycles_share" not in bare and "both_host_share" not in bare
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -100,17 +126,23 @@ class _CyclesByRank:
         return 0
 
 
-class _RingWithoutWindow:
-    """A run with a wrong ring: it drops the mask."""
+class _WrongRing:
+    """A run with a ring that drops its mask or its sinks."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, dropped: str) -> None:
+        self.path, self.dropped = path, dropped
 
     def __call__(self) -> int:
         original = baselines.context_attention
-        baselines.context_attention = lambda q, k, v, mask, **options: original(q, k, v, None, **options)
+
+        def wrong_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, **options: Any) -> object:
+            if self.dropped == "mask":
+                return original(q, k, v, None, **options)
+            return original(q, k, v, mask, **options | dict(sinks=options["sinks"] - 100))  # still differentiable
+
+        baselines.context_attention = wrong_ring
         try:
-            argv = "--device cpu --tokens 24 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only alone,ring-zigzag-p2p"
+            argv = "--device cpu --tokens 24 --heads 2/1 --head-dim 16 --rounds 1 --rep 1 --only alone,ring-zigzag-p2p --sinks"
             return bench.main([*argv.split(), "--json", str(self.path)])
         finally:
             baselines.context_attention = original
@@ -158,6 +190,15 @@ def test_one_rank_alone_costs_as_much_as_a_share() -> None:
     assert window.name == "8k-h16-4-d128-window1024"
 
 
+def test_packed_documents_are_uneven_and_their_visible_pairs_are_counted() -> None:
+    setting = Setting(96, 4, 2, 16, window=20, documents=5)
+    shape = setting.global_shape(2)
+    assert shape.documents is not None and len({*shape.documents}) > 2 and min(shape.documents) >= 1
+    assert sum(shape.documents) == 192 and shape == setting.global_shape(2) == setting.single_rank_shape(2)
+    assert shape.pairs() == shape.visible(torch.arange(192)).sum() == sum(Layout("zigzag", 192, 2).work(setting.mask(192)))
+    assert baselines.document_lengths(4, 4) == (1, 1, 1, 1) and baselines.document_lengths(1, 9) == (9,)
+
+
 @pytest.mark.parametrize(
     "name, in_ring, elsewhere",
     [
@@ -189,6 +230,8 @@ def test_the_timeline_has_compute_and_transfers(tmp_path: Path, pools) -> None:
         (["--tokens", "many"], "8192 or 8k"),
         (["--heads", "16"], "16/4"),
         (["--rounds", "0"], "at least 1"),
+        (["--documents", "0"], "1 to 256"),
+        (["--tokens", "8", "4", "--documents", "5"], "1 to 4"),
         (["--json", "no/such/folder/x.json"], "make it first, or pass another path with --json"),
         (["--trace", "ring.png", "--save"], "without --trace"),
         (["--cycles"], "leave it out here"),

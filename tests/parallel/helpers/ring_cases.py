@@ -55,7 +55,11 @@ def ring_cases(kind: str, ring: int, ulysses: int) -> list[RingCase]:
     ]
     if ring in (2, 3) and kind != "striped":  # most local rows have no remote keys and are computed apart
         length = 132 * ring - 3
+        packed = document_ids(50, 75, 1, 20, -40, length - 186)  # borders apart from those of the shards, and at rows within
         cases += [
+            RingCase(
+                "window-documents", length=length, heads=gqa, mask=dict(causal=True, window=6, documents=packed), sinks=True
+            ),
             RingCase("window-narrow", length=length, heads=gqa, mask=dict(causal=True, window=6), sinks=True),
             RingCase(
                 "window-narrow-both", length=length, heads=mqa, mask=dict(window=(3, 4)), options=all_options, widths=(16, 24)

@@ -139,6 +139,19 @@ def test_the_local_block_is_one_part_if_causal_or_with_documents() -> None:
             assert plan.shared in ([slice(0, 256)], [])
 
 
+def test_packed_documents_with_a_short_window_have_the_plan_of_the_window() -> None:
+    """Buffers and kernels are then the same for every batch, and few rows move that documents hide."""
+    documents = torch.arange(1024) // 333
+    for kind, window, ranks in itertools.product(("contiguous", "zigzag"), (6, 20), (1, 2, 4)):
+        layout = Layout(kind, 1024, ranks)
+        for rank in range(ranks):
+            packed = make_plan(layout, Mask(causal=True, window=window, documents=documents), rank)
+            assert packed is make_plan(layout, Mask(causal=True, window=window), rank)
+    masks = [Mask(causal=True, window=200, documents=ids) for ids in (None, documents)]  # most rows have remote keys
+    whole, packed = (make_plan(Layout("contiguous", 1024, 4), mask, 2) for mask in masks)
+    assert sum(step.num_keys for step in packed.steps) < sum(step.num_keys for step in whole.steps)
+
+
 def test_a_causal_zigzag_reads_half_of_an_earlier_rank() -> None:
     """A rank reads only the first half of an earlier rank: 25 % less than a relay would move."""
     ranks, n = 4, 16
