@@ -100,7 +100,9 @@ def test_tensors_of_the_mlps_width(activation: str, compiled: bool) -> None:
     """Peaks of `finish` for MLPs of two widths: the planner's number of tensors explains the difference."""
     peaks = []
     for width in (2048, 4096):
-        shape = Model(vocabulary=512, layers=1, dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=width, activation=activation)
+        shape = Model(
+            vocabulary=512, layers=1, dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=width, activation=activation
+        )
         layer: Any = GPT(shape).to(GPU, torch.bfloat16).layers[0]
         finish = row_functions(shape).finish
         finish = torch.compile(finish, dynamic=False) if compiled else finish
