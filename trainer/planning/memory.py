@@ -177,11 +177,10 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     result.terms["the first segment's tensors"] = first[0] * sizes.inputs + first[1] * sizes.outs
     others = plan.segment - 1 if plan.segment else 1  # layers whose gradients wait for the segment's end
     result.terms["weight gradients of a segment"] = b * layer * others if engine.zero else 0
-    chunk = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)
+    logits = min(CUDA_CHUNK if gpu else CPU_CHUNK, n * model.vocabulary)  # of a chunk of rows
+    chunk = logits * (4 + (2 if bf16 else 0)) + 3 * b * model.dim * logits / model.vocabulary * gpu
     table = model.vocabulary * model.dim
-    result.terms["loss"] = (
-        chunk * (4 + (2 if bf16 else 0)) + (2 + _saved_by_norm(config, gpu)) * sizes.inputs + 18 * n + table * (4 + b)
-    )
+    result.terms["loss"] = max(chunk, table * b) + (2 + _saved_by_norm(config, gpu)) * sizes.inputs + 18 * n + table * 4
     result.terms["head's gradient"] = table * (b if engine.zero else 4)
     result.terms["optimizer's step"] = (
         0 if engine.zero == 0 or in_place else 4 * P / shards + (0 if engine.zero == 3 else b * P / shards)

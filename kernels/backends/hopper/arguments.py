@@ -133,7 +133,7 @@ def num_concurrent_heads(direction: str, mask: tuple[Any, ...], width: int, stre
     As many groups as fit into L2_BUDGET with the rows that they stream, but at least this many, measured to be as fast:
 
         no mask                             exactly one group: all tiles take equally long, and all SMs read the same keys
-        documents                           8: a tile reads only the rows of its documents
+        documents, one group fits twice     8: a tile reads only the rows of its documents
         backward, head dim > 128            8: with 2, the longest tiles of the last heads start when nothing else is left
         forward, one group does not fit     1
         otherwise                           2
@@ -146,7 +146,7 @@ def num_concurrent_heads(direction: str, mask: tuple[Any, ...], width: int, stre
     """
     if is_unmasked(mask):
         return group
-    if mask[2] is not None or (direction == "backward" and width > 128):
+    if (mask[2] is not None and streamed_bytes <= 2 * L2_BUDGET) or (direction == "backward" and width > 128):
         min_groups = 8
     else:
         min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
