@@ -140,8 +140,12 @@ class GPT(nn.Module):
 
     def masks(self, documents: Tensor | None, device: torch.device) -> dict[int, Mask]:
         """Return the mask of each window size, its bounds on `device`, so that no layer synchronises or recompiles for them."""
-        if documents is not None and documents.device.type == "cpu" and bool((documents == documents[:, :1].clamp(min=0)).all()):
-            documents = None  # one document per sequence: plain causal kernels keep fewer heads in flight, in the L2 cache
+        if (
+            documents is not None
+            and documents.device.type == "cpu"
+            and bool((documents == documents[..., :1].clamp(min=0)).all())
+        ):
+            documents = None  # one document per sequence: kernels without documents are faster
         sizes = {window(self.config, layer) for layer in range(self.config.layers)}
         masks = {size: Mask(causal=True, window=size or None, documents=documents) for size in sizes}
         for mask in masks.values():

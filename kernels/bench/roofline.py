@@ -184,7 +184,7 @@ def flash(backend: str, shape: Shape, direction: str, size: int) -> Work:
     def streamed(rows: int, keys: int, width: int, row_bytes: float, compulsory: float, group_bytes: float) -> TrafficStream:
         """Traffic of `width` rows of `row_bytes` for every pair of tiles; `group_bytes` are those of one KV head."""
         heads = (
-            min(num_groups, num_concurrent_heads(direction, mask, shape.head_dim, int(group_bytes), 1))
+            min(num_groups, num_concurrent_heads(direction, mask, shape.head_dim, shape.length, int(group_bytes), 1))
             if hopper
             else num_groups
         )

@@ -21,6 +21,7 @@ from ringspan.kernels.tensors import is_aligned
 
 # Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
 L2_BUDGET = 16 * 2**20
+LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each other's rows from the cache
 
 
 def forward_arguments(
@@ -55,7 +56,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, kv_bytes, group)),
+        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, k_rows, kv_bytes, group)),
         DV=v_width,
         **common,
         **options,
@@ -82,7 +83,7 @@ def backward_arguments(
     direct = not staged or (mask[2] is not None and turns is None)
     if turns is None:
         query_bytes = q_rows * group * (2 * q.element_size() + 4) * width
-        concurrent_heads = num_concurrent_heads("backward", mask, width, query_bytes, 1)
+        concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, query_bytes, 1)
     else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
         concurrent_heads = num_sequences
     args = dict(
@@ -127,13 +128,16 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
 
 
-def num_concurrent_heads(direction: str, mask: tuple[Any, ...], width: int, streamed_bytes: int, group: int) -> int:
+def num_concurrent_heads(
+    direction: str, mask: tuple[Any, ...], width: int, streamed_rows: int, streamed_bytes: int, group: int
+) -> int:
     """Return the number of heads to process at a time.
 
     As many groups as fit into L2_BUDGET with the rows that they stream, but at least this many, measured to be as fast:
 
         no mask                             exactly one group: all tiles take equally long, and all SMs read the same keys
-        documents, one group fits twice     8: a tile reads only the rows of its documents
+        more than LONG_ROWS                 1: with 2, the backward of 512k tokens has 376 instead of 618 TFLOP/s (H100)
+        documents                           8: a tile reads only the rows of its documents
         backward, head dim > 128            8: with 2, the longest tiles of the last heads start when nothing else is left
         forward, one group does not fit     1
         otherwise                           2
@@ -141,12 +145,15 @@ def num_concurrent_heads(direction: str, mask: tuple[Any, ...], width: int, stre
     Args:
         direction: "forward" or "backward".
         mask: The kernel's mask tuple.
+        streamed_rows: Rows of each head that the thread blocks stream.
         streamed_bytes: Bytes that the thread blocks of one group stream.
         group: Heads per group.
     """
     if is_unmasked(mask):
         return group
-    if (mask[2] is not None and streamed_bytes <= 2 * L2_BUDGET) or (direction == "backward" and width > 128):
+    if streamed_rows > LONG_ROWS:
+        min_groups = 1
+    elif mask[2] is not None or (direction == "backward" and width > 128):
         min_groups = 8
     else:
         min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2

@@ -139,13 +139,15 @@ def test_concurrent_heads_are_whole_groups() -> None:
     causal, full = mask_argument(Mask(causal=True).bounds()), mask_argument(Mask().bounds())
     documents = mask_argument(Mask(causal=True, documents=[0, 0, 1]).bounds())
     for direction, min_heads in (("forward", 1), ("backward", 2)):  # not even one head fits into the cache
-        assert num_concurrent_heads(direction, causal, 128, 2**30, 1) == min_heads
-        assert num_concurrent_heads(direction, causal, 128, 2**30, 4) == 4 * min_heads
+        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**30, 1) == min_heads
+        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**30, 4) == 4 * min_heads
     for direction in ("forward", "backward"):
-        assert num_concurrent_heads(direction, causal, 128, 2**24, 1) == 2
-        assert num_concurrent_heads(direction, causal, 128, 2**18, 1) == 64
-        assert num_concurrent_heads(direction, documents, 128, 2**30, 1) == 8
-        assert num_concurrent_heads(direction, full, 128, 2**18, 4) == 4
-        assert num_concurrent_heads(direction, full, 256, 2**30, 1) == 1
-    assert num_concurrent_heads("forward", causal, 256, 2**30, 1) == 1
-    assert num_concurrent_heads("backward", causal, 256, 2**30, 1) == 8
+        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**24, 1) == 2
+        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**18, 1) == 64
+        assert num_concurrent_heads(direction, documents, 128, 2**17, 2**30, 1) == 8
+        assert num_concurrent_heads(direction, full, 128, 2**17, 2**18, 4) == 4
+        assert num_concurrent_heads(direction, full, 256, 2**17, 2**30, 1) == 1
+    assert num_concurrent_heads("forward", causal, 256, 2**17, 2**30, 1) == 1
+    for mask, width in ((causal, 128), (causal, 256), (documents, 128)):
+        assert num_concurrent_heads("backward", mask, width, 2**17 + 1, 2**30, 1) == 1
+    assert num_concurrent_heads("backward", causal, 256, 2**17, 2**30, 1) == 8
