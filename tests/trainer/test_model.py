@@ -194,14 +194,21 @@ def test_attention_is_an_argument() -> None:
     calls = []
 
     def recorded_attention(q, k, v, **options):
-        calls.append((q.shape, k.shape, options["mask"].length))
+        calls.append((q.shape, k.shape))
         return attention(q, k, v, **options)
 
     batch = packed([16])
     torch.testing.assert_close(build(recorded_attention)(*batch), build()(*batch), rtol=0, atol=0)
-    assert calls == [((1, 16, 4, 16), (1, 16, 2, 16), 16)] * 2
+    assert calls == [((1, 16, 4, 16), (1, 16, 2, 16))] * 2
     logits = build().logits(batch[0], batch[2], attention=recorded_attention)
     assert len(calls) == 4 and torch.equal(logits, build().logits(batch[0], batch[2]))
+
+
+def test_documents_reach_the_mask_unless_a_sequence_is_one() -> None:
+    model = build()
+    for documents, length in (([[0] * 9], None), ([[3] * 9, [4] * 9], None), ([[0] * 4 + [1] * 5], 9), ([[-1] * 9], 9)):
+        masks = model.masks(torch.tensor(documents), torch.device("cpu"))
+        assert [mask.length for mask in masks.values()] == [length]
 
 
 def test_dropout_depends_on_the_seeds_and_only_while_training() -> None:
