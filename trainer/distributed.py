@@ -1,7 +1,7 @@
 """torch.distributed of a run: process group, device, mesh, and small control messages between all ranks.
 
-Control messages (names, errors, stop flags) are JSON over a gloo group of their own. They need no GPU, and they never queue after
-a collective of the training. A single process works without torchrun.
+Control messages (names, errors, stop flags) are JSON over a gloo group of their own. They need no GPU, and they never queue
+after a collective of the training. A single process works without a launcher.
 """
 
 import os

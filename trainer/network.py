@@ -1,7 +1,7 @@
 """Sockets of a run: torch's store, and the network interface of gloo and NCCL.
 
-On one host everything is on the loopback interface. On several hosts the store listens on MASTER_ADDR alone. gloo and NCCL listen
-on the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name, or on the one that they choose. torchrun opens its
+On one host every socket is on the loopback interface. On several hosts the store listens on MASTER_ADDR alone, and gloo and
+NCCL on the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name, or on the one that they choose. torchrun opens its
 store on all interfaces before this code runs; a warning names what that exposes. docs/security.md has the whole list.
 """
 

@@ -312,7 +312,9 @@ class Run:
             planned = planner.choose()
             plan = asdict(planned.plan)
             if warning := planner.misfit(planned):
-                print(f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True)
+                print(
+                    f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True
+                )
         return planner.step(MemoryPlan(**distributed.broadcast(plan))), target
 
     def _planner(self, machine: Machine) -> Planner:

@@ -114,3 +114,30 @@ def test_a_signal_before_the_ranks_start_ends_the_launch(tmp_path: Path) -> None
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) != 0
     assert not list(tmp_path.glob("*/finished.json"))
+
+
+def test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan(tmp_path: Path) -> None:
+    options = [*TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "ringspan.launch.local",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ringspan.trainer.train",
+    ]
+    torchrun = subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert torchrun.stdout is not None and torchrun.stderr is not None
+    next(text for text in torchrun.stdout if text.startswith("step"))
+    ranks = [pid for pid in ranks_of(torchrun) if b"trainer.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    assert all(each.is_local for each in listeners.listeners(ranks))  # all of ours
+    open_ports = {each.port for each in listeners.listeners([torchrun.pid]) if not each.is_local}
+    torchrun.kill()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{rank}").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text().split() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    warnings = [text for text in torchrun.stderr.read().splitlines() if text.startswith("torchrun's store listens on port ")]
+    assert len(warnings) == 1 and int(warnings[0].split()[5]) in open_ports

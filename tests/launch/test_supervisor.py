@@ -69,8 +69,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("done", 0, ""),
         ("wrong input", 2, ""),
-        ("kill", 137, "rank 1 was ended by SIGKILL (if no user sent it, the machine was out of memory); the same `ringspan launch"),
-        ("stall", 1, "rank 0 failed first: Stalled: waited for rank 1 in training step 7, layer 3; the time limit is 15 s; the same"),
+        (
+            "kill",
+            137,
+            "rank 1 was ended by SIGKILL (if no user sent it, the machine was out of memory); the same `ringspan launch",
+        ),
+        (
+            "stall",
+            1,
+            "rank 0 failed first: Stalled: waited for rank 1 in training step 7, layer 3; the time limit is 15 s; the same",
+        ),
     ],
 )
 def test_the_last_message_names_the_rank_and_the_cause_that_came_first(

@@ -6,9 +6,9 @@ same order, so a boundary has a number. A stop request that is older than `PATIE
     thread of each rank    sees the request; publishes its limit, the number of the next boundary; reads all limits
     main thread            waits at its limit until the largest limit is known; raises StepAbandoned at that boundary
 
-No rank has passed the largest limit, and no collective before it waits for an operation after it, so every rank gets there. The
-store is read by a thread a few times a second; a boundary itself costs a comparison. On a GPU the host may be seconds ahead of the
-device, so it waits for the boundary that it crossed RUN_AHEAD_S ago.
+No rank has passed the largest limit, and no collective before it waits for an operation after it, so every rank gets there.
+A thread reads the store a few times a second; a boundary itself costs a comparison. On a GPU the host may be seconds ahead of
+the device, so it waits for the boundary that it crossed RUN_AHEAD_S ago.
 """
 
 import itertools

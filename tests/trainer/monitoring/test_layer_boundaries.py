@@ -25,7 +25,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_boundaries, "POLL_S", 0.01)
 
 
-def cross_until_abandoned(boundaries: LayerBoundaries, pace_s: float, stopped_at: list[int], barrier: threading.Barrier) -> None:
+def cross_until_abandoned(
+    boundaries: LayerBoundaries, pace_s: float, stopped_at: list[int], barrier: threading.Barrier
+) -> None:
     """Cross boundaries like a rank whose peers wait for it after every boundary."""
     try:
         for _ in range(10**6):
