@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
-from ringspan.parallel.coordination.messages import all_gather_json, broadcast_json
+from ringspan.parallel.coordination.json_collectives import all_gather_json, broadcast_json
 from ringspan.parallel.mesh import Mesh
 from ringspan.trainer import network
 from ringspan.trainer.config.compose import ConfigError

@@ -38,7 +38,7 @@ from ringspan.parallel.bench.baselines import (
     sampled_error,
 )
 from ringspan.parallel.bench.timing import Timing, speeds, time_candidate
-from ringspan.parallel.coordination.messages import all_gather_json
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.layout import KINDS
 from ringspan.parallel.mesh import Mesh
 from ringspan.parallel.transport.select import COPY_TRANSPORTS

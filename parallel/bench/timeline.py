@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ringspan.kernels.bench.plots import pyplot
 from ringspan.parallel.bench.baselines import BenchContext, Make, Problem, Setting, forward_and_backward
-from ringspan.parallel.coordination.messages import all_gather_json
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.transport.base import is_transfer
 
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs

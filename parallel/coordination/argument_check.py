@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.parallel.coordination import arrivals, progress
-from ringspan.parallel.coordination.messages import all_gather_json
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
 
 COMPARED_CALLS = 3

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # operators receive a group by its name
 
 from ringspan.parallel.coordination import arrivals, progress
-from ringspan.parallel.coordination.messages import all_gather_json
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str]  # a mesh of one dimension, or a mesh and a dimension's name
 
