@@ -25,8 +25,8 @@ def stop(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(0.3)
     raise SystemExit(0)
-if mode == "save":
-    signal.signal(signal.SIGTERM, stop)
+if mode in ("save", "busy"):
+    signal.signal(signal.SIGTERM, stop if mode == "save" else signal.SIG_IGN)
 pathlib.Path(sys.argv[2], rank).write_text(str(os.getpid()))
 if rank == "1":
     if mode == "kill":
@@ -121,6 +121,15 @@ def test_a_second_sigterm_does_not_change_the_exit_code(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
     assert process.returncode == 0
+
+
+def test_a_second_ctrl_c_kills_the_ranks(tmp_path: Path) -> None:
+    process, ranks = start("busy", tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 130 and not any(is_running(rank) for rank in ranks)
 
 
 @pytest.mark.parametrize(
