@@ -2,31 +2,31 @@
 
     ringspan launch [--ranks=N] [--multirun] [key=value …]
 
-The launcher checks the config before it starts a rank, so a mistake costs a second. torchrun starts the ranks. Ctrl-C,
-SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are forwarded to the ranks, which save a checkpoint and exit. torchrun itself
-does not get them, because it would kill the ranks after 30 seconds.
+The launcher checks the config before it starts a rank, so a mistake costs a second. It supervises the ranks (supervisor.py): no
+socket is open beyond the loopback interface, and no rank outlives the launcher. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed
+terminal) are forwarded to the ranks, which save a checkpoint and exit; a second Ctrl-C ends them at once.
 """
 
 import contextlib
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 from ringspan.launch import sweep
+from ringspan.launch.supervisor import Outcome, Supervisor
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import compose, validate
 from ringspan.trainer.config.schema import Config
+from ringspan.trainer.monitoring import console
 
 PROGRAM = "ringspan launch"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one job, or with --multirun the jobs of a sweep one after another; return the exit code of the first that failed."""
+    console.protect()
     argv = sys.argv[1:] if argv is None else argv
     multirun = any(text in ("--multirun", "-m") for text in argv)
     rank_flags = [text for text in argv if text.startswith("--ranks=")]
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     except compose.ConfigError as error:
         compose.fail(PROGRAM, error)
     flag_words = [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
-    os.environ["WORLD_SIZE"] = str(num_ranks)  # for the check below; torchrun sets it for the ranks
+    os.environ["WORLD_SIZE"] = str(num_ranks)  # for the check below; the supervisor sets it for the ranks
     configs = [compose.main(PROGRAM, __doc__, [*flag_words, *job]).config for job in jobs]  # exits on a wrong config
     del os.environ["WORLD_SIZE"]
     if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     same_name: Counter[Path] = Counter()  # jobs that differ only in their sharding share a name, and get numbers
     for number, (job, config) in enumerate(zip(jobs, configs, strict=True), 1):
         label = " ".join(text for text in job if text not in common)
-        _print(f"\n[{number} of {len(jobs)}] {label}")
+        print(f"\n[{number} of {len(jobs)}] {label}", flush=True)
         first = run_folder.choose(config, number=1)
         same_name[first] += 1
         folder = run_folder.choose(config, number=same_name[first])
         if _is_finished(config, folder):
-            _print(f"{os.path.relpath(folder)} is finished, so it is not run again; checkpoint.resume=none runs it again")
+            print(f"{os.path.relpath(folder)} is finished, so it is not run again; checkpoint.resume=none runs it again")
             runs.append((label, folder, 0))
             continue
         folder = run_folder.choose(config)
@@ -65,61 +65,15 @@ def main(argv: list[str] | None = None) -> int:
         runs.append((label, folder, code))
         if stopped or code == 2:  # a signal stops the whole sweep; a wrong option (exit code 2) is in every job
             break
-    _print(f"\n{sweep.table(runs)}")
+    print(f"\n{sweep.table(runs)}")
     return next((code for *_, code in runs if code), 0)
 
 
-def start(arguments: list[str], num_ranks: int) -> tuple[int, bool]:
-    """Run the trainer under torchrun until it exits; return its exit code, and whether a signal asked it to stop."""
-    command = [sys.executable, "-m", "ringspan.launch.local", "--standalone", f"--nproc-per-node={num_ranks}"]
-    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+def start(arguments: list[str], num_ranks: int) -> Outcome:
+    """Run the trainer on all ranks until they exit."""
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", threads)  # otherwise torchrun sets 1 and prints a banner
-    received: list[int] = []
-    handled = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN
-        handled.append(signal.SIGHUP)
-    original = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
-    num_forwarded = 0
-    try:
-        # In its own session torchrun gets no Ctrl-C from the terminal; only _forward_signal decides what the ranks get.
-        process = subprocess.Popen(
-            [*command, "-m", "ringspan.trainer.train", *arguments], env=environment, start_new_session=True
-        )
-        while process.poll() is None:
-            for number in received[num_forwarded:]:
-                num_forwarded += 1
-                _forward_signal(process, number, repeated=num_forwarded > 1)
-            time.sleep(0.1)
-    finally:
-        for number, handler in original.items():
-            signal.signal(number, handler)
-    return process.returncode, bool(received)
-
-
-def _forward_signal(process: subprocess.Popen[bytes], number: int, repeated: bool) -> None:
-    """Forward a signal to the ranks. Without ranks, or on a second Ctrl-C, terminate torchrun at once."""
-    ranks = workers(process.pid)
-    if not ranks or (repeated and number == signal.SIGINT):
-        process.terminate()
-        return
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):  # the rank has just exited
-            os.kill(rank, signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
-
-
-def workers(parent: int) -> list[int]:
-    """Return the process ids of the ranks: the children of torchrun, `parent`, that run the trainer."""
-    ranks = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (entry / "cmdline").read_bytes()
-        except (OSError, ValueError, IndexError):
-            continue
-        if ppid == parent and b"trainer.train" in command:
-            ranks.append(int(entry.name))
-    return ranks
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    return Supervisor([sys.executable, "-m", "ringspan.trainer.train", *arguments], num_ranks, environment).run()
 
 
 def _is_finished(config: Config, folder: Path) -> bool:
@@ -129,13 +83,6 @@ def _is_finished(config: Config, folder: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return not config.name or run_folder.identity(run_folder.config_of(folder)) == run_folder.identity(config)
     return False
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except OSError:  # the terminal is closed; stdout's buffer would raise again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _number_names(jobs: list[list[str]]) -> list[list[str]]:

@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ringspan
 from ringspan import ROOT
+from ringspan.launch import listeners
 
 REQUIRED = {"torch": "2.11", "numpy": "1.26"}
 TRAIN = {"deepspeed": "0.19", "hydra-core": "1.3", "wandb": "0"}  # the extra ringspan[train]
@@ -26,6 +28,7 @@ OPTIONAL = {  # package: how to install it
     "tokenizers": 'pip install "ringspan[tokenizers]"',
     "tiktoken": 'pip install "ringspan[tokenizers]"',
 }
+TRAINING = ("ringspan", "torchrun", "torch.distributed", "wandb")  # in the commands whose ports the doctor lists
 GIB = 2**30
 KERNEL_FLOPS = 6e14  # FLOP/s of our kernels on Hopper
 NVLINK = 1e11  # bytes per second: the least that an NVLink connection has
@@ -61,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ringspan doctor: {unknown[0]}: not an option; the only one is --links", file=sys.stderr)
         return 2
     doctor = Doctor()
-    checks = (("versions", versions), ("installation", installation), ("machine", machine), ("GPUs", gpus))
+    checks = (
+        ("versions", versions), ("installation", installation), ("machine", machine), ("GPUs", gpus), ("network", network),
+    )  # fmt: skip
     for title, check in checks:
         print(title)
         check(doctor)
@@ -157,16 +162,31 @@ def gpus(doctor: Doctor) -> None:
     doctor.good(f"torch for CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
 
 
+def network(doctor: Doctor) -> None:
+    """List the ports that this user's training processes listen on, and those that other hosts can reach."""
+    found = [each for each in listeners.listeners() if any(word in each.command for word in TRAINING)]
+    for each in found:
+        text = f"{each.address}:{each.port} of process {each.pid} ({each.command[:60]})"
+        if each.is_local:
+            doctor.good(text)
+        else:
+            doctor.note(f"{text} takes connections of other hosts", "docs/security.md says what they could do; use a firewall")
+    if not found:
+        doctor.good("no process of ringspan, torchrun or wandb listens")
+    doctor.good("`ringspan launch` listens on the loopback interface only; torchrun's store on every interface")
+
+
 def links(doctor: Doctor) -> None:
     """Measure the links: every GPU sends to the next one at the same time, as ring attention does."""
     num_gpus = _num_gpus()
     if num_gpus < 2:
         doctor.note(f"{num_gpus} GPU{'s' * (num_gpus != 1)}", "links are measured between two or more")
         return
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
-    command = [sys.executable, *torchrun, "-m", "ringspan.launch.doctor", "--links"]
+    ranks = f"Supervisor([sys.executable, '-m', 'ringspan.launch.doctor', '--links'], {num_gpus}, os.environ)"
+    code = f"import os, sys; from ringspan.launch.supervisor import Supervisor; sys.exit({ranks}.run().code)"
+    command = [sys.executable, "-c", code]
     try:
-        # With cwd=ROOT, -m finds this installation of ringspan.
+        # With cwd=ROOT, the ranks import this installation of ringspan.
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1] if done.returncode else ""
         measurements = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -209,11 +229,14 @@ def measure_links() -> None:
     import torch.distributed as dist
 
     from ringspan.parallel.transport.copy_engine import symmetric_buffers
+    from ringspan.trainer.monitoring import supervised
+    from ringspan.trainer.network import init_process_group
 
+    supervised.watch()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    init_process_group("nccl", timedelta(minutes=4), device_id=device)
     group = dist.group.WORLD
     assert group is not None
 

@@ -1,6 +1,7 @@
 """torchrun for the ranks of one machine, without torchrun's own error report: the rank that failed has printed its message.
 
 It adds the one fact that no rank can report: which rank was killed, and by which signal. The exit code is the failed rank's.
+`ringspan launch` does not use it: torchrun opens its store on all interfaces.
 """
 
 import logging
@@ -11,9 +12,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-RESUME_HINT = (
-    "the same `ringspan launch` command resumes from the last checkpoint, if there is one (checkpoint=often saves more of them)"
-)
+from ringspan.launch.supervisor import RESUME_HINT
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,6 +46,10 @@ EVERY_NTH = {
     "test_finished_run_that_trains_again_and_is_killed_is_not_finished": 2, "test_checkpoints_of_a_compiled_layer": 0,
     "test_texts_of_a_batch_equal_texts_generated_alone": 3, "test_wandb_sync_uploads_an_offline_run": 0,
     "test_wandb_without_a_network_continues_offline": 0, "test_a_sweep_trains_every_job": 0,
+    "test_a_long_step_is_abandoned_and_the_last_completed_one_saved": 5, "test_a_run_does_not_need_its_console": 3,
+    "test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan": 0,
+    "test_random_kills_leave_no_process_and_change_no_number": 0,
+    "test_a_rank_that_dies_is_named_and_the_run_goes_on": 0, "test_a_stalled_rank_is_named": 0,
     "test_unreadable_data_is_one_message_and_exit_code_2": 2, "test_types_reach_users_and_checks_reach_the_folders": 0,
 }  # fmt: skip
 

@@ -1,11 +1,10 @@
 """torch.distributed of a run: process group, device, mesh, and small control messages between all ranks.
 
-Control messages (names, errors, stop flags) use a gloo group of their own. They need no GPU, and they never queue after a
-collective of the training. A single process works without torchrun.
+Control messages (names, errors, stop flags) are JSON over a gloo group of their own. They need no GPU, and they never queue
+after a collective of the training. A single process works without a launcher.
 """
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,10 +14,14 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
+from ringspan.parallel.coordination.json_collectives import all_gather_json, broadcast_json
 from ringspan.parallel.mesh import Mesh
+from ringspan.trainer import network
 from ringspan.trainer.config.compose import ConfigError
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import mesh_of
+
+CPU = torch.device("cpu")
 
 
 class DistributedContext:
@@ -34,8 +37,6 @@ class DistributedContext:
     def __init__(self, config: Config) -> None:
         for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
             os.environ.setdefault(name, value)
-        if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(_free_port())
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.device = choose_device(config.parallel.device, self.local_rank)
@@ -49,24 +50,20 @@ class DistributedContext:
         # Several runs in one process share the default group, because DeepSpeed remembers it.
         self.owns_group = not dist.is_initialized()
         if self.owns_group and self.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=self.timeout, device_id=self.device)
+            network.init_process_group("nccl", self.timeout, device_id=self.device)
         elif self.owns_group:
-            dist.init_process_group("gloo", timeout=self.timeout)
+            network.init_process_group("gloo", self.timeout)
         self.control = dist.new_group(backend="gloo", timeout=self.timeout)
         data, ring, ulysses = mesh_of(config, self.world)
         self.mesh = Mesh(data, ring, ulysses, timeout=self.timeout)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
-        return values[0]
+        """Return rank 0's value, which JSON can express, on all ranks."""
+        return broadcast_json(value, self.control, CPU)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on all ranks."""
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        """Return the values of all ranks, which JSON can express, on all ranks."""
+        return all_gather_json(value, self.control, CPU)
 
     def call_on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call `function` on every rank and return this rank's result.
@@ -126,9 +123,3 @@ def set_deterministic() -> None:
     # The code reads no memory that it has not written, so that filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
     torch.backends.cudnn.benchmark = False
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

@@ -5,11 +5,13 @@ the losses by source, the stop flag, and the number of labels of the next step. 
 total is divided once, by the labels of all ranks. The result does not depend on the number of ranks.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 
 from ringspan.trainer.data.dataset import Batch
+from ringspan.trainer.monitoring.layer_boundaries import StepAbandoned
 from ringspan.trainer.optim import learning_rate_fraction
 from ringspan.trainer.run import Run
 
@@ -27,6 +29,13 @@ def train(run: Run) -> bool:
     Raises:
         TooManyBadSteps: the gradient was not finite in `debug.bad_steps` consecutive steps.
     """
+    with contextlib.suppress(StepAbandoned):
+        return _train(run)
+    run.save()  # the last completed step; its weights and moments are those in memory
+    return False
+
+
+def _train(run: Run) -> bool:
     config, engine, position = run.config, run.engine, run.position
     batches = run.batches()
     next_batch = next(batches)

@@ -29,6 +29,7 @@ from ringspan.kernels.mask import Mask
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.memory.streamed import LayerInputs, RowFunctions, Streaming, Weights
+from ringspan.trainer.monitoring.layer_boundaries import cross_layer_boundary
 from ringspan.trainer.planning.flops import head_dim, window
 
 Attention = Callable[..., Any]  # (q, k, v, mask=…) -> out, as ringspan.attention
@@ -217,6 +218,9 @@ class Segment(nn.Module):
         if self.streaming is not None and attention is self.streaming.attention:
             return self.streaming.run(list(self.layers), own, hidden)
         for layer, each in zip(self.layers, own, strict=True):
+            cross_layer_boundary(hidden.device)
+            if hidden.requires_grad:
+                hidden.register_hook(_cross_in_backward)
             hidden = layer(hidden, each.rotation, each.mask, attention, each.seeds)
         return hidden
 
@@ -367,6 +371,10 @@ class Head(nn.Module):
             return linear_cross_entropy(hidden, self.weight, labels, softcap=self.softcap, return_each=each)
         logits = F.linear(hidden, self.weight)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def _cross_in_backward(gradient: Tensor) -> None:
+    cross_layer_boundary(gradient.device)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,10 @@ def run_rank(task: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from ringspan.trainer import network
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    network.init_process_group("gloo", timedelta(minutes=10))
     results = []
     for number, split in enumerate(task["splits"]):
         options = [*TOY, *Split(**split).options, f"runs={task['folder']}", f"name=split-{number}", f"steps={task['steps']}"]

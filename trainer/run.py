@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import torch
 
 from ringspan.parallel.buffered_attention import BufferedAttention
-from ringspan.trainer import run_messages
+from ringspan.trainer import network, run_messages
 from ringspan.trainer.checkpoint import checkpoint, run_folder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.compose import Composed, ConfigError
@@ -25,9 +25,11 @@ from ringspan.trainer.engine import Engine, Values
 from ringspan.trainer.evaluate import Report, evaluate
 from ringspan.trainer.generate import generate
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
+from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.memory.streamed import Streaming
 from ringspan.trainer.model import GPT, initial_values, row_functions
-from ringspan.trainer.monitoring import profiling, tracking
+from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
+from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
 from ringspan.trainer.monitoring.memory_use import MemoryUse
 from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
@@ -61,7 +63,7 @@ class Run:
         self.folder, self._lock = self._enter_folder(composed)
         self.watchdog = Watchdog(self.folder, distributed.rank, distributed.world, config.debug.watchdog)
         self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(self._open_data)
-        self.planned, self.machine = distributed.broadcast(self._plan_memory())
+        self.planned, self.machine = self._plan_memory()
         mesh = distributed.mesh
         self.layout = mesh.layout(config.parallel.layout, config.data.length)
         self.local_positions = self.layout.positions(mesh.context_rank)
@@ -81,6 +83,7 @@ class Run:
         self.engine = Engine(config, self._build_model, values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
         self.position, self.unsaved = checkpoint.Position(), ""
+        self._saved = source.position.step if source and source.folder.parent == self.folder / "checkpoints" else 0
         if source:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
@@ -90,6 +93,7 @@ class Run:
         host = self.streaming.kept.host_bytes if self.streaming else 0
         self.memory_use = MemoryUse(self.device, self.planned, host)
         self._start_tracking(source)
+        self._watch_layer_boundaries()
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step: this rank's samples, and of each sample its positions."""
@@ -167,7 +171,7 @@ class Run:
         rank = (self.local_positions, self.device, mesh.data_rank, mesh.data)
         try:
             report = evaluate(self.engine, self.held_out, self.config, *rank, self.distributed.sum, on_batch)
-        except Stopped:
+        except (Stopped, StepAbandoned):
             return None
         finally:
             self.model.train()
@@ -178,7 +182,9 @@ class Run:
         return report
 
     def save(self) -> None:
-        """Save a checkpoint. After a failure `unsaved` has the reason, until a save succeeds."""
+        """Save a checkpoint, unless this step is saved. After a failure `unsaved` has the reason, until a save succeeds."""
+        if self.position.step == self._saved:
+            return
         self.tracker.clock.pause()
         step = self.position.step
         self.watchdog.update(step, "checkpoint")
@@ -193,6 +199,7 @@ class Run:
             self.tracker.print(f"step {step}: the checkpoint cannot be written, the previous one remains: {self.unsaved}")
         elif time.perf_counter() - began > 5:
             self.tracker.print(f"step {step}: saved in {time.perf_counter() - began:.0f} s")
+        self._saved = self._saved if self.unsaved else step
         self.tracker.clock.resume()
 
     def finish(self) -> None:
@@ -207,7 +214,8 @@ class Run:
             lines = run_messages.held_out_report(report)
         if config.evaluate.sample and not run_messages.reads_foreign_tokens(config):
             self.watchdog.update(step, "sample")
-            lines += [self._sample(), ""]
+            with contextlib.suppress(StepAbandoned):
+                lines += [self._sample(), ""]
         lines += self.memory_use.report()
         lines += run_messages.final_report(config, self.folder, step, self._last_checkpoint(), self.unsaved)
         self.tracker.print("\n" + "\n".join(lines))
@@ -225,13 +233,21 @@ class Run:
         return run_messages.how_to_continue(self.config, self._last_checkpoint())
 
     def close(self, failed: bool = False) -> None:
+        layer_boundaries.activate(None)
         self.tracker.close(failed)
+        self.distributed.barrier()  # a rank that exits with code 1 ends those that still upload their metrics
         self.watchdog.close()
         self.signals.close()
         self.engine.close()
         self.distributed.close()
         if self._lock:
             self._lock.close()
+
+    def _watch_layer_boundaries(self) -> None:
+        rank, world, timeout = self.distributed.rank, self.distributed.world, self.distributed.timeout
+        store = network.store_client(timeout) if world > 1 else None
+        signals, seconds = self.signals, timeout.total_seconds()
+        layer_boundaries.activate(LayerBoundaries(rank, world, lambda: signals.stop, store, seconds))
 
     def _last_checkpoint(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
@@ -258,10 +274,10 @@ class Run:
                 folder, lock = run_folder.enter(composed)
             except ConfigError as error:
                 problem = str(error)
-        folder, problem = self.distributed.broadcast((folder, problem))
+        path, problem = self.distributed.broadcast((str(folder), problem))
         if problem:
             raise ConfigError(problem)
-        return folder, lock
+        return Path(path), lock
 
     def _open_data(self) -> tuple[tokenizer.Tokenizer, Model, Dataset, Dataset]:
         config, run_tokenizer = self.config, tokenizer.load(self.config.tokenizer)
@@ -280,23 +296,26 @@ class Run:
             model.stream(self.streaming)
         return model
 
-    def _plan_memory(self) -> tuple[PlannedStep, Machine] | None:
+    def _plan_memory(self) -> tuple[PlannedStep, Machine]:
         """Choose the memory plan on rank 0, for the least memory of all ranks; warn if it does not fit.
 
         The warning precedes all large allocations: a machine without enough memory may kill a rank silently.
         """
         distributed, gpu = self.distributed, self.device.type == "cuda"
         each = distributed.gather((profiling.rank_memory(self.device), free_host_memory_per_rank()))
-        if distributed.rank:
-            return None
         memory, host = map(min, zip(*each, strict=True))
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world))
-        target = machine_of_run(run_messages.device_name(self.device), gpu, memory, host, ranks_per_host)
-        planner = self._planner(target)
-        planned = planner.choose()
-        if warning := planner.misfit(planned):
-            print(f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True)
-        return planned, target
+        name = distributed.broadcast(run_messages.device_name(self.device))
+        target = machine_of_run(name, gpu, memory, host, ranks_per_host)
+        planner, plan = self._planner(target), {}
+        if distributed.rank == 0:
+            planned = planner.choose()
+            plan = asdict(planned.plan)
+            if warning := planner.misfit(planned):
+                print(
+                    f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True
+                )
+        return planner.step(MemoryPlan(**distributed.broadcast(plan))), target
 
     def _planner(self, machine: Machine) -> Planner:
         return Planner(replace(self.config, model=self.model_config), self.distributed.world, machine)

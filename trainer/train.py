@@ -8,13 +8,17 @@ import contextlib
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 from ringspan.trainer.config import compose
+from ringspan.trainer.monitoring import console, supervised
 
 PROGRAM = "ringspan train"
 
 
 def main(argv: list[str] | None = None) -> int:
+    supervised.watch()
+    console.protect()
     composed = compose.main(PROGRAM, __doc__, argv)
     # Long sequences need nearly all of the memory, and fixed segments of other sizes would fragment it. CUDA reads this
     # variable when it starts.
@@ -43,24 +47,38 @@ def run(composed: compose.Composed) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2)  # gloo's threads are running, and an ordinary exit would abort in them
+    except Exception as error:
+        _crash(error)
     try:
         finished = train(job)
         if finished:
             job.finish()
-        elif not job.unsaved:
+        elif not job.unsaved and job.position.step:
             job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
+        elif not job.unsaved:
+            job.tracker.print("no step was completed; the same command starts again")
     except TooManyBadSteps as error:
         job.tracker.print(f"stopped: {error}")
+        job.signals.ignore_after_close()
         job.close(failed=True)
         return 1
     except Exception as error:
-        traceback.print_exc()
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
-            print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {job.out_of_memory()}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)  # the other ranks wait in a collective; torchrun ends them when one rank exits
+        _crash(error, job.out_of_memory() if type(error).__name__ == "OutOfMemoryError" else "")  # torch's, on a GPU
+    job.signals.ignore_after_close()
     job.close()
     return int(bool(job.unsaved))
+
+
+def _crash(error: Exception, text: str = "") -> NoReturn:
+    """Print and report an error, and exit. The other ranks wait in a collective; the supervisor or torchrun ends them then."""
+    traceback.print_exc()
+    if text:
+        print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {text}", file=sys.stderr)
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    supervised.report(text or f"{type(error).__name__}: {first_line}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from ringspan.parallel.bench.baselines import (
     sampled_error,
 )
 from ringspan.parallel.bench.timing import Timing, speeds, time_candidate
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.mesh import Mesh
 from ringspan.parallel.transport.select import COPY_TRANSPORTS
 
@@ -109,8 +110,7 @@ def _check(candidate: Candidate, name: str, setting: Setting, context: BenchCont
 
 def _combine_ranks(local_row: Row, context: BenchContext) -> Row:
     """The row of the first rank that failed, else the worst figures of all ranks."""
-    rows: list[Any] = [None] * context.ranks
-    dist.all_gather_object(rows, local_row, group=context.ring.context_group)
+    rows: list[Any] = all_gather_json(local_row, context.ring.context_group, context.device)
     failed = next((row for row in rows if row.get("status", "ok") != "ok"), None)
     if failed is not None:
         return failed

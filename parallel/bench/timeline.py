@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ringspan.kernels.bench.plots import pyplot
 from ringspan.parallel.bench.baselines import BenchContext, Make, Problem, Setting, forward_and_backward
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.transport.base import is_transfer
 
 Span = tuple[str, float, float]  # "compute" or "transfer", start and end in µs
@@ -43,8 +44,7 @@ def trace(make: Make, setting: Setting, context: BenchContext, path: Path, title
         with profile(activities=activities, acc_events=True) as profiler:
             run(problem)
     local_spans = _spans(profiler, cuda)
-    all_spans: list[Any] = [None] * context.ranks
-    dist.all_gather_object(all_spans, local_spans, group=context.ring.context_group)
+    all_spans: list[Any] = all_gather_json(local_spans, context.ring.context_group, context.device)
     # One host has one clock. Each rank of several hosts has its own zero, which the barrier has aligned closely.
     zero = min((start for spans in all_spans for _, start, _ in spans), default=0.0)
     all_spans = [[(kind, start - zero, end - zero) for kind, start, end in spans] for spans in all_spans]

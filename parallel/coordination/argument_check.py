@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 
 from ringspan.parallel.coordination import arrivals, progress
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
 
 COMPARED_CALLS = 3
 _calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new group can have a destroyed one's name
-Description = dict[str, Any]
+Description = dict[str, str]
 
 
 def check_same_on_all_ranks(
-    group_name: str, device: torch.device, describe: Callable[[], Description], compared_calls: int = COMPARED_CALLS
+    group_name: str, device: torch.device, describe: Callable[[], dict[str, Any]], compared_calls: int = COMPARED_CALLS
 ) -> None:
     """Raise a ValueError on every rank if the description of any rank differs. Calls `describe` only if a comparison is due."""
     if not _is_due(group_name, compared_calls):
         return
-    local_description = describe()
+    local_description = {key: str(value) for key, value in describe().items()}
     ranks, answers = _exchange(group_name, device, local_description, None)
     descriptions: list[Description] = []
     for rank, (description, rejection) in zip(ranks, answers, strict=True):
@@ -61,20 +62,20 @@ def _exchange(
 ) -> tuple[list[int], list[tuple[Description | None, str | None]]]:
     """All-gather (description, rejection); return the ranks and their answers."""
     group = group_by_name(group_name)
-    answers: list[Any] = [None] * group.size()
+    answers: list[tuple[Description | None, str | None]] = []
     missing = arrivals.announce_arrival(group)
     progress.wait(
-        lambda: dist.all_gather_object(answers, (description, rejection), group=group),
+        lambda: answers.extend(all_gather_json((description, rejection), group, device)),
         lambda: f"{missing()}, to compare shapes",
         timeout_of(group, device).total_seconds(),
     )
     return dist.get_process_group_ranks(group), answers
 
 
-def _difference(key: str, ranks: list[int], values: list[Any]) -> str:
+def _difference(key: str, ranks: list[int], values: list[str]) -> str:
     """Return "KEY must be the same on every rank, but ranks 0, 2: VALUE, rank 1: VALUE"."""
     ranks_by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
-        ranks_by_value.setdefault(str(value), []).append(rank)
+        ranks_by_value.setdefault(value, []).append(rank)
     groups = ", ".join(f"{arrivals.rank_names(ranks)}: {value}" for value, ranks in ranks_by_value.items())
     return f"{key} must be the same on every rank, but {groups}"

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # operators receive a group by its name
 
 from ringspan.parallel.coordination import arrivals, progress
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str]  # a mesh of one dimension, or a mesh and a dimension's name
 
@@ -96,12 +97,12 @@ def ring_groups(group: ProcessGroup, device: torch.device) -> RingGroups:
         owner, gradient_group = _gradient_groups.get(name, (None, None))
         if owner is not group or gradient_group is None:
             gradient_group = _new_gradient_group(group, device)
-        hosts: list[str | None] = [None] * group.size()
+        hosts: list[str] = []
         ranks, timeout, groups = dist.get_process_group_ranks(group), timeout_of(group, device), (group, gradient_group)
         missing = arrivals.announce_arrival(group)
 
         def connect() -> None:
-            dist.all_gather_object(hosts, _host_id(device), group=group)
+            hosts.extend(all_gather_json(_host_id(device), group, device))
             # NCCL creates a communicator in its first collective, which needs all ranks; later messages involve two ranks.
             for each in groups:
                 dist.all_reduce(torch.zeros(1, device=device), group=each)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ringspan import ROOT
-from ringspan.launch import doctor
+from ringspan.launch import doctor, listeners
 
 BASE = {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.0.1"}  # what `pip install ringspan` installs
 TRAIN = {"deepspeed": "0.19.1", "hydra-core": "1.3.2", "wandb": "0.20"}
@@ -111,6 +111,20 @@ def test_a_ringspan_that_ranks_cannot_import_is_a_problem(
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
     lines, problems = check_installation(capsys)
     assert problems == 1 and "`import ringspan` fails" in lines[0] and f"change to {ROOT}" in lines[0]
+
+
+def test_ports_that_other_hosts_reach_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        listeners.Listener("127.0.0.1", 4001, 71, "python -m ringspan.trainer.train"),
+        listeners.Listener("0.0.0.0", 29500, 70, "python -m torch.distributed.run"),
+        listeners.Listener("0.0.0.0", 22, 1, "sshd"),
+    ]
+    monkeypatch.setattr(listeners, "listeners", lambda: found)
+    doctor.network(doctor.Doctor())
+    local, open_port, summary = capsys.readouterr().out.splitlines()
+    assert local.startswith("  ok    127.0.0.1:4001 of process 71 (python -m ringspan.trainer.train)")
+    assert open_port.startswith("  note  0.0.0.0:29500 of process 70") and "takes connections of other hosts" in open_port
+    assert "torchrun's store on every interface" in summary
 
 
 def test_packages_named_like_our_folders_are_no_finding(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringspan import ROOT
-from ringspan.launch.__main__ import workers
+from ringspan.launch import listeners
 from tests.trainer.jobs import TOY
 
 COMMAND = [sys.executable, "-m", "ringspan", "launch"]  # the console script `ringspan` runs this module
@@ -61,17 +62,34 @@ def test_unreadable_data_is_one_message_and_exit_code_2(tmp_path: Path, file: st
     assert "Traceback" not in done.stderr and "rank" not in done.stderr
 
 
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_a_running_job_listens_on_loopback_only_and_names_a_killed_rank(tmp_path: Path) -> None:
+    """One run for both. A client on another address of this host, and one in another network namespace, get no connection."""
     command = [*COMMAND, "--ranks=2", *TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     next(text for text in launcher.stdout if text.startswith("step"))
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    os.kill(workers(int(children[0]))[1], signal.SIGKILL)
+    found = listeners.listeners(listeners.descendants(launcher.pid))
+    assert found and all(each.is_local for each in found), found
+    ranks = ranks_of(launcher)
+    assert {each.pid for each in found} == set(ranks)  # gloo listens on each
+    for each in found:
+        with socket.create_connection((each.address, each.port), timeout=5):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", each.port), timeout=5)
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {found[0].port}), timeout=5)"
+    isolated = subprocess.run(["unshare", "--net", sys.executable, "-c", connect], capture_output=True, text=True)
+    assert "unshare" in isolated.stderr or isolated.returncode == 1, isolated.stderr  # not allowed, or no connection
+    os.kill(ranks[1], signal.SIGKILL)
     _, errors = launcher.communicate(timeout=120)
-    assert launcher.returncode == 128 + signal.SIGKILL and "was ended by SIGKILL" in errors
-    assert "the same `ringspan launch` command resumes" in errors
-    assert "ChildFailedError" not in errors
+    assert launcher.returncode == 128 + signal.SIGKILL
+    last = errors.rstrip().splitlines()[-1]
+    assert last.startswith("rank 1 was ended by SIGKILL") and "the same `ringspan launch` command resumes" in last
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
 def test_ranks_save_and_exit_on_a_signal(tmp_path: Path) -> None:
@@ -91,8 +109,35 @@ def test_a_signal_before_the_ranks_start_ends_the_launch(tmp_path: Path) -> None
     command = [*MODULE, "--ranks=1", *TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
     launcher = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    while not children.read_text():  # torchrun
+    while not children.read_text():
         time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) != 0
     assert not list(tmp_path.glob("*/finished.json"))
+
+
+def test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan(tmp_path: Path) -> None:
+    options = [*TOY, f"runs={tmp_path}", "name=run", "steps=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "ringspan.launch.local",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "ringspan.trainer.train",
+    ]
+    torchrun = subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert torchrun.stdout is not None and torchrun.stderr is not None
+    next(text for text in torchrun.stdout if text.startswith("step"))
+    ranks = [pid for pid in ranks_of(torchrun) if b"trainer.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    assert all(each.is_local for each in listeners.listeners(ranks))  # all of ours
+    open_ports = {each.port for each in listeners.listeners([torchrun.pid]) if not each.is_local}
+    torchrun.kill()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{rank}").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text().split() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    warnings = [text for text in torchrun.stderr.read().splitlines() if text.startswith("torchrun's store listens on port ")]
+    assert len(warnings) == 1 and int(warnings[0].split()[5]) in open_ports

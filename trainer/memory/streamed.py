@@ -27,6 +27,7 @@ from ringspan.kernels.mask import Mask
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.trainer.memory.kept import KeptTensors
 from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.monitoring.layer_boundaries import cross_layer_boundary
 
 Weights = tuple[Tensor | None, ...]
 SHAPES = 32  # graphs of a row function: chunks and their rest, all or some heads, with and without gradients, evaluation
@@ -118,6 +119,7 @@ class Streaming:
         out: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
+            cross_layer_boundary(x.device)
             q, k, v = self._project(layer, inputs, x, kv)
             if out is None:
                 out = q.new_empty((*q.shape[:2], layer.heads, v.shape[3]))
@@ -147,6 +149,7 @@ class Streaming:
         self, layer: Any, inputs: LayerInputs, x: Tensor, out: Tensor, lse: Tensor, dy: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """dx, which overwrites dy, and the weights' gradients by id. `out` is overwritten."""
+        cross_layer_boundary(x.device)
         sums = GradientSums()
         weights = layer.finish_weights()
         delta = torch.empty_like(lse)
@@ -173,6 +176,7 @@ class Streaming:
         dk: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
+            cross_layer_boundary(x.device)
             heads = slice(kv.start * group, kv.stop * group)
             with torch.no_grad():
                 q, k, v = self._project(layer, inputs, x, kv) if graph is None else (t.detach() for t in graph)

@@ -1,8 +1,8 @@
 """SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) request a checkpoint and a clean end in any phase of a run.
 
 The handler only sets a flag. The flags of all ranks are part of each step's all-reduce, so that all ranks stop after the same
-step; evaluation checks them between its batches. A running save completes, because a checkpoint is the purpose. During a long
-first compilation the flag waits for the end of the step. A second signal at least ten seconds later ends the process at once.
+step; evaluation checks them between its batches. A longer step is abandoned between two layers (layer_boundaries.py). A running
+save completes, because a checkpoint is the purpose. A second signal at least ten seconds later ends the process at once.
 An earlier one is treated as an echo, because a scheduler and torchrun may both forward the signal. For Ctrl-C one second is
 enough: a person sends it.
 """
@@ -33,6 +33,10 @@ class StopSignals:
     def stop(self) -> bool:
         return bool(self.received)
 
+    def ignore_after_close(self) -> None:
+        """Let `close` ignore further signals: the process is about to exit, and an echo must not change its exit code."""
+        self._old_handlers = dict.fromkeys(self._old_handlers, signal.SIG_IGN)
+
     def close(self) -> None:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
@@ -47,4 +51,4 @@ class StopSignals:
         self.received, self._time = name, time.monotonic()
         if int(os.environ.get("RANK", 0)) == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed; print is not reentrant
-                os.write(sys.stderr.fileno(), f"\n{name}: saving after this step, then stopping\n".encode())
+                os.write(sys.stderr.fileno(), f"\n{name}: saving, then stopping\n".encode())

@@ -385,15 +385,14 @@ pathlib.Path(sys.argv[1]).write_text("saved")
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ranks_save_when_the_terminal_closes(tmp_path: Path, ignored: bool) -> None:
-    """Scripts stand in for torchrun and its rank. With SIGHUP ignored, as under nohup, the ranks keep running."""
-    saved, torchrun = tmp_path / "saved", tmp_path / "torchrun"
-    rank = [sys.executable, "-c", RANK, str(saved), "ringspan.trainer.train"]
-    torchrun.write_text(f"#!{sys.executable}\nimport subprocess\nraise SystemExit(subprocess.call({rank}))\n")
-    torchrun.chmod(0o755)
+    """A script stands in for the rank. With SIGHUP ignored, as under nohup, the ranks keep running."""
+    saved, rank = tmp_path / "saved", tmp_path / "rank"
+    rank.write_text(f"#!{sys.executable}\nimport sys\nsys.argv[1:] = [{str(saved)!r}]\n{RANK}")
+    rank.chmod(0o755)
     code = f"""if True:
         import signal, sys
         from ringspan.launch import __main__ as launch
-        sys.executable = {str(torchrun)!r}
+        sys.executable = {str(rank)!r}
         signal.signal(signal.SIGHUP, signal.{"SIG_IGN" if ignored else "SIG_DFL"})
         raise SystemExit(launch.main(["--ranks=1", "--multirun", "runs={tmp_path}", "seed=1,2"]))"""
     master, terminal = pty.openpty()
