@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -112,41 +111,3 @@ def test_full_cache_and_unreadable_file_are_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(corpus, "_file_signatures", unreadable)
     with pytest.raises(ValueError, match=r"data.sources.text: .*Permission denied: '.*\.txt'"):
         Dataset(data_options(tmp_path), BYTES, seed=0)
-
-
-def make_whole(folder: Path) -> None:
-    (folder / "made").write_text("whole")
-
-
-def test_without_locks_every_process_tokenizes_and_the_first_result_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_locks(*_) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(corpus.fcntl, "flock", no_locks)
-    name = corpus._cached(str(tmp_path), ["a"], make_whole).name
-    assert "has no locks (No locks available), so every process tokenizes for itself" in capsys.readouterr().out
-    (tmp_path / name).rename(tmp_path / f"{name}.7")  # the unfinished folder of another process
-
-    def make_late(folder: Path) -> None:
-        make_whole(folder)
-        (tmp_path / f"{name}.7").rename(tmp_path / name)
-        (tmp_path / name / "made").write_text("sooner")
-
-    for _ in range(2):
-        assert (corpus._cached(str(tmp_path), ["a"], make_late) / "made").read_text() == "sooner"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
-
-
-def test_leftovers_of_a_killed_tokenization_are_removed(tmp_path: Path) -> None:
-    """Also those with this process's own id, which a container can assign again."""
-    key = ["a", 1]
-    name = corpus._cached(str(tmp_path), key, make_whole).name
-    (tmp_path / name / "made").unlink()
-    (tmp_path / name).rmdir()
-    for number in (os.getpid(), 7):
-        (tmp_path / f"{name}.{number}").mkdir()
-        (tmp_path / f"{name}.{number}" / "part").write_text("cut")
-    assert (corpus._cached(str(tmp_path), key, make_whole) / "made").read_text() == "whole"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
