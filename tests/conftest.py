@@ -46,6 +46,10 @@ EVERY_NTH = {
     "test_finished_run_that_trains_again_and_is_killed_is_not_finished": 2, "test_checkpoints_of_a_compiled_layer": 0,
     "test_texts_of_a_batch_equal_texts_generated_alone": 3, "test_wandb_sync_uploads_an_offline_run": 0,
     "test_wandb_without_a_network_continues_offline": 0, "test_a_sweep_trains_every_job": 0,
+    "test_ranks_that_read_different_files_do_not_start": 2, "test_without_the_hash_data_ranks_train_on": 0,
+    "test_a_ring_that_reads_different_samples_stops_and_saves_the_step_before": 2, "test_resumes_across_splits": 0,
+    "test_without_the_checksum_of_samples_a_ring_trains_on": 0, "test_without_the_comparison_a_changed_file_trains_on": 0,
+    "test_a_shard_that_changes_under_a_run_is_one_message": 2, "test_a_mutated_manifest_never_ends_a_start": 4,
     "test_unreadable_data_is_one_message_and_exit_code_2": 2, "test_types_reach_users_and_checks_reach_the_folders": 0,
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """File operations of checkpoints, run folders and caches: writes that a kill cannot cut, and reads that a file cannot block.
 
-A file that replaces another is written under a temporary name, flushed to disk and renamed. A folder is renamed before its files
-are deleted. After a kill or a crash at any moment a name therefore holds its old content or its new content.
+A file that replaces another is written under a temporary name, flushed to disk and renamed. A folder is renamed before its
+files are deleted. After a kill or a crash at any moment a name therefore holds its old content or its new content.
 Reads accept regular files only, so that a FIFO or a device cannot hang a start, and JSON of any depth raises a ValueError.
 Every operation calls `observer`, with which tests record the order of operations and kill a process before or after each.
 """

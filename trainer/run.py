@@ -195,7 +195,7 @@ class Run:
             model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
         )
         described |= dict(length=self.config.data.length, tokens=run_messages.reads_foreign_tokens(self.config))
-        described["data"] = fingerprint.for_checkpoint(self.described_data)
+        described["fingerprint"] = fingerprint.for_checkpoint(self.described_data)
         folder, options = self.folder / "checkpoints", self.config.checkpoint
         self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
         if self.unsaved:
@@ -322,8 +322,9 @@ class Run:
         distributed = self.distributed
         if source:
             distributed.call_on_all_ranks(lambda: source.validate(self._shapes, self.config.optim.kind))
-            saved, accepted = source.state["model"].get("data", {}), self.config.checkpoint.changed
-            fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted)
+            saved, accepted = source.state["model"].get("fingerprint", {}), self.config.checkpoint.changed
+            if lines := fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted):
+                print(*[f"checkpoint.changed: {line}" for line in lines if not distributed.rank], sep="\n", flush=True)
             return source.values
         if self.config.init_from:
             return distributed.call_on_all_ranks(self._huggingface_values)

@@ -216,7 +216,9 @@ class Checkpoint:
         "auto",
         "auto: newest valid one in the run's folder; none: start anew; a path (excludes init_from): used if it has none",
     )
-    changed: list[str] = option([], "options that may differ from the checkpoint's, such as [data.sources]")
+    changed: list[str] = option(
+        [], "options that may differ from the checkpoint's, such as [rope,data.length,data.sources]; any other is an error"
+    )
 
 
 @dataclass

@@ -236,7 +236,7 @@ class Dataset:
 
 
 def open_parts(config: schema.Config) -> tuple[Tokenizer, schema.Model, Dataset, Dataset]:
-    """Return the tokenizer of a run, the model's options with its vocabulary, and the data to train on and the held-out data."""
+    """Return the tokenizer of a run, the model's options with its vocabulary, the data to train on, and the held-out data."""
     run_tokenizer = tokenizers.load(config.tokenizer)
     model = tokenizers.resolve_model(config, run_tokenizer)
     train = Dataset(config.data, run_tokenizer, config.seed, "train", model.vocabulary)

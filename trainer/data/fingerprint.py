@@ -69,24 +69,29 @@ def require_equal(description: Description, gather: Callable[[Any], list[Any]]) 
     raise ConfigError("\n".join(f"{line}; copy the same files to every host" for line in lines))
 
 
-def require_unchanged(description: Description, saved: Description, step: str, accepted: Sequence[str]) -> None:
+def require_unchanged(description: Description, saved: Description, step: str, accepted: Sequence[str]) -> list[str]:
     """Compare the data of a run with that of its checkpoint.
 
     Args:
         description: this rank's data.
-        saved: the checkpoint's.
+        saved: the checkpoint's; sources that it lacks are not compared.
         step: name of the checkpoint.
         accepted: options whose change is accepted, checkpoint.changed.
+    Returns:
+        The accepted differences.
     Raises:
-        ConfigError: they differ; the text names the files.
+        ConfigError: they differ otherwise; the text names the files.
     """
-    if "data" in accepted or "data.sources" in accepted:
-        return
-    saved = {name: source for name, source in saved.items() if name in description}  # added sources are new options
-    current = {name: description[name] for name in saved}
-    if lines := differences(current, saved, "this run", step):
+    allowed: list[str] = []
+    refused: list[str] = []
+    for name in description.keys() & saved.keys():
+        option, lines = f"data.sources.{name}", differences({name: description[name]}, saved, "this run", step)
+        is_accepted = any(option == key or option.startswith(f"{key}.") for key in accepted)
+        (allowed if is_accepted else refused).extend(lines)
+    if refused:
         ways = "restore the files, or take checkpoint.changed=[data.sources] to continue with the changed ones"
-        raise ConfigError("\n".join(f"{line}; {ways}" for line in lines))
+        raise ConfigError("\n".join(f"{line}; {ways}" for line in sorted(refused)))
+    return sorted(allowed)
 
 
 def differences(a: Description, b: Description, name_a: str, name_b: str) -> list[str]:

@@ -79,7 +79,8 @@ def test_changed_data_is_an_error_until_it_is_accepted(tmp_path: Path) -> None:
     one, two = described(dataset(tmp_path / "one", TEXTS)), described(dataset(tmp_path / "two", TEXTS | {"a.txt": "changed"}))
     saved = json.loads(json.dumps(fingerprint.for_checkpoint(one)))
     fingerprint.require_unchanged(one, saved, "step-00000004", [])
-    fingerprint.require_unchanged(two, saved, "step-00000004", ["data.sources"])
+    for accepted in ("data", "data.sources", "data.sources.mine"):
+        assert len(fingerprint.require_unchanged(two, saved, "step-00000004", ["rope", accepted])) == 1
     fingerprint.require_unchanged(two, {}, "step-00000004", [])  # a checkpoint of a version without this record
     message = r"this run reads other data than step-00000004: \S+/a.txt .*; restore the files, or take checkpoint.changed="
     with pytest.raises(ConfigError, match=message):
