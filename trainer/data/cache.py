@@ -33,7 +33,7 @@ SAMPLE = 32  # pages that a start compares: 8 MiB
 MANIFEST, PAGES = "manifest.json", "pages.bin"
 
 
-class Sums:
+class PageSums:
     """Size, SHA-256 and CRC-32 by page of the bytes that are added in order."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Builder:
         self._entries: list[Entry] = []
         self._pages: list[int] = []
 
-    def add(self, name: str, sums: Sums, offset: int = 0) -> None:
+    def add(self, name: str, sums: PageSums, offset: int = 0) -> None:
         """Add a file to the manifest. A file outside of the folder has an absolute path."""
         self._entries.append(Entry(name, offset, sums.size, sums.sha256.hexdigest()))
         self._pages += sums.pages
@@ -112,7 +112,7 @@ class _Writer:
     """A buffered file whose bytes are summed as they are written."""
 
     def __init__(self, file: FileIO, path: Path) -> None:
-        self.sums, self._file, self._path, self._buffer = Sums(), file, path, bytearray()
+        self.sums, self._file, self._path, self._buffer = PageSums(), file, path, bytearray()
 
     def write(self, data: Any) -> int:
         self._buffer += data

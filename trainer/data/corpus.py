@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ringspan.trainer.config.schema import Source
-from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, Sums, cached
+from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, PageSums, cached
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
@@ -323,7 +323,7 @@ def _token_shards(source: Source, vocabulary: int, cache: str, full: bool) -> To
     def index(new: Builder) -> None:
         chunk, ends, largest = 2**24, [np.zeros(0, np.int64)], 0
         for file, shard, begin in zip(files, shards, begins, strict=False):
-            sums = Sums()
+            sums = PageSums()
             for offset in range(0, len(shard), chunk):
                 ids = shard[offset : offset + chunk]
                 sums.add(ids)

@@ -1,8 +1,8 @@
 """Resumes across numbers of ranks, ZeRO stages and layouts: losses and samples are those of the undisturbed run.
 
 A round resumes checkpoints of the round before on 1, 2, 3 and 4 ranks, each with a random split, and saves the checkpoints of
-the next round. The ranks of a round are forked once per world size and train its runs one after the other. `make test-faults` runs
-five rounds of ten resumes per world size (200), and 20 from cold starts; `make test-all` a sample of both.
+the next round. The ranks of a round are forked once per world size and train its runs one after the other. `make test-faults`
+runs five rounds of ten resumes per world size (200), and 20 from cold starts; `make test-all` runs a sample of both.
 """
 
 import random

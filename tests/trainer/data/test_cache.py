@@ -171,7 +171,7 @@ def make_random(new: cache.Builder, size: int) -> None:
 
 def test_sums_do_not_depend_on_the_parts_that_are_added() -> None:
     data, draw = random.Random(1).randbytes(3 * cache.PAGE + 77), random.Random(2)
-    whole, parts, begin = cache.Sums(), cache.Sums(), 0
+    whole, parts, begin = cache.PageSums(), cache.PageSums(), 0
     whole.add(data)
     while begin < len(data):
         size = draw.choice([1, 1000, cache.PAGE - 1, cache.PAGE])
