@@ -98,8 +98,9 @@ class Builder:
     def finish(self) -> None:
         """Write the checksums and flush the folder to disk."""
         pages = np.array(self._pages, "<u4").tobytes()
-        manifest = dict(format=1, pages=hashlib.sha256(pages).hexdigest(), inputs=self.inputs)
+        manifest: dict[str, Any] = dict(format=1, pages=hashlib.sha256(pages).hexdigest(), inputs=self.inputs)
         manifest["files"] = [asdict(entry) for entry in self._entries]
+        manifest["sha256"] = _digest(manifest)
         for name, data in ((PAGES, pages), (MANIFEST, json.dumps(manifest).encode())):
             path = self.folder / name
             with files.create(path) as file:
@@ -140,14 +141,14 @@ class CachedFolder:
         try:
             manifest = files.read_json(path / MANIFEST)
             pages = files.read(path / PAGES, limit=2**40)
-            if manifest["format"] != 1 or hashlib.sha256(pages).hexdigest() != manifest["pages"]:
-                raise Damaged(f"{path / PAGES} does not belong to its manifest")
+            if manifest.pop("sha256") != _digest(manifest) or manifest["format"] != 1:
+                raise Damaged(f"{path / MANIFEST} has changed since it was written")
+            if hashlib.sha256(pages).hexdigest() != manifest["pages"]:
+                raise Damaged(f"{path / PAGES} has changed since it was written")
             self.entries = [Entry(**entry) for entry in manifest["files"]]
             self.inputs = [(str(name), int(size), str(digest)) for name, size, digest in manifest["inputs"]]
             self._pages = np.frombuffer(pages, "<u4")
             self._first = np.cumsum([0, *(entry.num_pages for entry in self.entries)])
-            if self._first[-1] != len(self._pages):
-                raise Damaged(f"{path / MANIFEST} does not belong to its files")
         except PermissionError:
             raise
         except OSError as error:
@@ -284,6 +285,10 @@ def _lock_exclusively(lock: IO[str]) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _say(text: str) -> None:
