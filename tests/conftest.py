@@ -50,6 +50,10 @@ EVERY_NTH = {
     "test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan": 0,
     "test_random_kills_leave_no_process_and_change_no_number": 0,
     "test_a_rank_that_dies_is_named_and_the_run_goes_on": 0, "test_a_stalled_rank_is_named": 0,
+    "test_ranks_that_read_different_files_do_not_start": 2, "test_without_the_hash_data_ranks_train_on": 0,
+    "test_a_ring_that_reads_different_samples_stops_and_saves_the_step_before": 2, "test_resumes_across_splits": 0,
+    "test_without_the_checksum_of_samples_a_ring_trains_on": 0, "test_without_the_comparison_a_changed_file_trains_on": 0,
+    "test_a_shard_that_changes_under_a_run_is_one_message": 2, "test_a_mutated_manifest_never_ends_a_start": 4,
     "test_unreadable_data_is_one_message_and_exit_code_2": 2, "test_types_reach_users_and_checks_reach_the_folders": 0,
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The training loop, on one screen.
 
 A step runs its micro-batches forward and backward, then the optimizer, then one all-reduce. The all-reduce carries the loss,
-the losses by source, the stop flag, and the number of labels of the next step. Each rank sums the loss of its own tokens; the
-total is divided once, by the labels of all ranks. The result does not depend on the number of ranks.
+the losses by source, the stop flag, and the number of labels and a checksum of the next step's samples. Each rank sums the loss
+of its own tokens; the total is divided once, by the labels of all ranks. The result does not depend on the number of ranks.
 """
 
 import contextlib
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from ringspan.trainer.data.dataset import Batch
+from ringspan.trainer.data.fingerprint import DifferentSamples, signed_checksum
 from ringspan.trainer.monitoring.layer_boundaries import StepAbandoned
 from ringspan.trainer.optim import learning_rate_fraction
 from ringspan.trainer.run import Run
 
 
 class TooManyBadSteps(RuntimeError):
-    """The gradient was not finite in several consecutive steps; the message names the batch's samples."""
+    """The gradient was not finite, or no token had a label, in several consecutive steps; the message names the samples."""
 
 
 def train(run: Run) -> bool:
@@ -27,7 +28,8 @@ def train(run: Run) -> bool:
         Whether the run reached its last step.
 
     Raises:
-        TooManyBadSteps: the gradient was not finite in `debug.bad_steps` consecutive steps.
+        TooManyBadSteps: the gradient was not finite, or no token had a label, in `debug.bad_steps` consecutive steps.
+        DifferentSamples: ranks of a ring read different samples; the step before is saved.
     """
     with contextlib.suppress(StepAbandoned):
         return _train(run)
@@ -39,8 +41,11 @@ def _train(run: Run) -> bool:
     config, engine, position = run.config, run.engine, run.position
     batches = run.batches()
     next_batch = next(batches)
-    num_labels = run.distributed.sum(torch.tensor(_num_labels(next_batch), dtype=torch.float64, device=run.device)).item()
-    num_bad = 0
+    first = [_num_labels(next_batch), signed_checksum(next_batch, run.distributed.mesh)]
+    num_labels, difference = run.distributed.sum(torch.tensor(first, dtype=torch.float64, device=run.device)).tolist()
+    if difference:
+        raise DifferentSamples(run.explain_difference(next_batch))
+    num_bad, num_empty = 0, 0
     for step in range(position.step + 1, config.steps + 1):
         batch, sums = next_batch, Sums.zeros(len(run.data.names), run.device)
         with run.profile(step):
@@ -59,11 +64,12 @@ def _train(run: Run) -> bool:
 
         run.watchdog.update(step, "reduction")
         next_batch = next(batches)
-        total = sums.reduce(run, batch, stop=run.signals.stop, next_labels=_num_labels(next_batch))
+        total = sums.reduce(run, batch, run.signals.stop, next_batch)
         position.step, position.applied = step, engine.applied
         position.samples += config.data.batch
         position.tokens += config.data.batch * config.data.length
         num_bad = 0 if applied else num_bad + 1
+        num_empty = 0 if num_labels else num_empty + 1
         run.report(step, total, grad_norm, fraction * config.optim.lr, applied, num_labels)
         num_labels = total.next_labels
         if num_bad >= config.debug.bad_steps:
@@ -72,6 +78,16 @@ def _train(run: Run) -> bool:
                 f"the gradient was not finite in {num_bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
                 f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
+        if num_empty >= config.debug.bad_steps:
+            samples = range(position.samples - config.data.batch, position.samples)
+            raise TooManyBadSteps(
+                f"no token had a label in {num_empty} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
+                f"look at end_token and the files of data.sources (a one-token document has no label); {run.how_to_continue()}"
+            )
+        if total.difference and step < config.steps:
+            if applied:
+                run.save()  # the weights have not been trained on these samples
+            raise DifferentSamples(run.explain_difference(next_batch))
         last, stop = step == config.steps, total.stop
         if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:
             stop = run.evaluate(step) is None
@@ -96,6 +112,7 @@ class Total:
     flops: float
     stop: bool
     next_labels: float
+    difference: float  # of the next step's samples between the ranks of a ring; 0: none
 
 
 @dataclass
@@ -119,12 +136,13 @@ class Sums:
         for row, source in zip(rows, micro.sources, strict=True):
             self.by_source[source] += row
 
-    def reduce(self, run: Run, batch: list[Batch], stop: bool, next_labels: int) -> Total:
-        """All-reduce the sums, this rank's stop flag and its labels of the next step."""
-        extra = torch.tensor([run.flops(batch), float(stop), next_labels], dtype=torch.float64)
+    def reduce(self, run: Run, batch: list[Batch], stop: bool, next_batch: list[Batch]) -> Total:
+        """All-reduce the sums, this rank's stop flag, and labels and checksum of the next step."""
+        following = [_num_labels(next_batch), signed_checksum(next_batch, run.distributed.mesh)]
+        extra = torch.tensor([run.flops(batch), float(stop), *following], dtype=torch.float64)
         values = torch.cat([self.loss, self.by_source.flatten(), extra.to(self.loss.device)])
         loss, count, *rest = run.distributed.sum(values).tolist()
-        flops, num_stopped, labels = rest[-3:]
-        pairs = zip(run.data.names, rest[:-3:2], rest[1:-3:2], strict=True)
+        flops, num_stopped, labels, difference = rest[-4:]
+        pairs = zip(run.data.names, rest[:-4:2], rest[1:-4:2], strict=True)
         sources = {name: x / n for name, x, n in pairs if n}
-        return Total(loss / max(count, 1), sources, flops, num_stopped > 0, labels)
+        return Total(loss / max(count, 1), sources, flops, num_stopped > 0, labels, difference)

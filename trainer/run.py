@@ -17,9 +17,8 @@ from ringspan.trainer import network, run_messages
 from ringspan.trainer.checkpoint import checkpoint, run_folder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.compose import Composed, ConfigError
-from ringspan.trainer.config.schema import Model
-from ringspan.trainer.data import tokenizer
-from ringspan.trainer.data.dataset import Batch, Corpus, Dataset, prefetch, samples_of
+from ringspan.trainer.data import fingerprint
+from ringspan.trainer.data.dataset import Batch, Corpus, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine, Values
 from ringspan.trainer.evaluate import Report, evaluate
@@ -29,6 +28,7 @@ from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.memory.streamed import Streaming
 from ringspan.trainer.model import GPT, initial_values, row_functions
 from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
+from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
 from ringspan.trainer.monitoring.memory_use import MemoryUse
 from ringspan.trainer.monitoring.stop_signals import StopSignals
@@ -62,7 +62,9 @@ class Run:
         self.device = distributed.device
         self.folder, self._lock = self._enter_folder(composed)
         self.watchdog = Watchdog(self.folder, distributed.rank, distributed.world, config.debug.watchdog)
-        self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(self._open_data)
+        self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(partial(open_parts, config))
+        self.described_data = fingerprint.describe(self.data, self.tokenizer)
+        fingerprint.require_equal(self.described_data, distributed.gather)
         self.planned, self.machine = self._plan_memory()
         mesh = distributed.mesh
         self.layout = mesh.layout(config.parallel.layout, config.data.length)
@@ -106,6 +108,11 @@ class Run:
 
         return prefetch(make, 0, data.prefetch)
 
+    def explain_difference(self, batch: list[Batch]) -> str:
+        """Return which ranks read a step's samples from files that differ, and how to continue."""
+        text = fingerprint.explain_difference(self.data, batch, self.distributed.mesh, self.distributed.gather)
+        return f"{text}; copy the same files to every host; {self.how_to_continue()}"
+
     def flops(self, batch: list[Batch]) -> float:
         """Return the FLOPs of a step's samples, attention counted 3.5×, on one of the ranks that share them; else 0."""
         if self.distributed.mesh.context_rank:
@@ -135,6 +142,7 @@ class Run:
             values["source"] = total.sources
         if not applied:
             values["skipped"] = step - self.position.applied
+        values["checks"] = check_timer.take()
         values |= profiling.memory_metrics(self.device, values["tflops"], *self.memory_use.peaks)
         if phases := self.memory_use.step(step, seconds):
             values["phases"] = phases
@@ -193,6 +201,7 @@ class Run:
             model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
         )
         described |= dict(length=self.config.data.length, tokens=run_messages.reads_foreign_tokens(self.config))
+        described["fingerprint"] = fingerprint.for_checkpoint(self.described_data)
         folder, options = self.folder / "checkpoints", self.config.checkpoint
         self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
         if self.unsaved:
@@ -279,17 +288,6 @@ class Run:
             raise ConfigError(problem)
         return Path(path), lock
 
-    def _open_data(self) -> tuple[tokenizer.Tokenizer, Model, Dataset, Dataset]:
-        config, run_tokenizer = self.config, tokenizer.load(self.config.tokenizer)
-        model = tokenizer.resolve_model(config, run_tokenizer)
-        options = config.data, run_tokenizer, config.seed
-        return (
-            run_tokenizer,
-            model,
-            Dataset(*options, "train", model.vocabulary),
-            Dataset(*options, "held_out", model.vocabulary),
-        )
-
     def _build_model(self) -> GPT:
         model = GPT(self.model_config, self.config.rope, self.attention, seed=None)
         if self.streaming is not None:
@@ -343,6 +341,9 @@ class Run:
         distributed = self.distributed
         if source:
             distributed.call_on_all_ranks(lambda: source.validate(self._shapes, self.config.optim.kind))
+            saved, accepted = source.state["model"].get("fingerprint", {}), self.config.checkpoint.changed
+            if lines := fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted):
+                print(*[f"checkpoint.changed: {line}" for line in lines if not distributed.rank], sep="\n", flush=True)
             return source.values
         if self.config.init_from:
             return distributed.call_on_all_ranks(self._huggingface_values)

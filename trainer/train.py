@@ -33,7 +33,8 @@ def run(composed: compose.Composed) -> int:
         0 if the run ended or was asked to stop, 1 if it failed or its last step is not saved. A run that cannot start exits
         the process with code 2.
     """
-    from ringspan.trainer.loop import TooManyBadSteps, train
+    from ringspan.trainer.data.cache import Damaged
+    from ringspan.trainer.loop import DifferentSamples, TooManyBadSteps, train
     from ringspan.trainer.run import Run
 
     try:
@@ -57,11 +58,14 @@ def run(composed: compose.Composed) -> int:
             job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
         elif not job.unsaved:
             job.tracker.print("no step was completed; the same command starts again")
-    except TooManyBadSteps as error:
+    except (TooManyBadSteps, DifferentSamples) as error:
         job.tracker.print(f"stopped: {error}")
         job.signals.ignore_after_close()
         job.close(failed=True)
         return 1
+    except Damaged as error:  # of this rank's data
+        print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}; {job.how_to_continue()}", file=sys.stderr, flush=True)
+        os._exit(1)
     except Exception as error:
         _crash(error, job.out_of_memory() if type(error).__name__ == "OutOfMemoryError" else "")  # torch's, on a GPU
     job.signals.ignore_after_close()

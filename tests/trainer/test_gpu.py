@@ -77,3 +77,25 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> N
     uninterrupted = losses(tmp_path / "whole", 1, *options)
     assert losses(tmp_path / "halves", 1, *options, "steps=4") == uninterrupted[:4]
     assert losses(tmp_path / "halves", 1, *options) == uninterrupted
+
+
+def test_checks_take_less_than_a_500th_of_a_step_of_1b_at_128k(tmp_path: Path) -> None:
+    """The sum of all timers of checks, on all GPUs of the machine."""
+    gpus = torch.cuda.device_count()
+    command = [
+        sys.executable,
+        "-m",
+        "ringspan.launch",
+        f"--ranks={gpus}",
+        "experiment=llama_1b_128k",
+        "steps=8",
+        "checkpoint=none",
+    ]
+    command += ["evaluate.batches=0", "evaluate.sample=0", f"parallel.ring={gpus}", f"runs={tmp_path}", "name=run"]
+    clean = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = lines(tmp_path / "run")[2:]  # without compilation
+    checks, seconds = sum(sum(line["checks"].values()) for line in steps), sum(line["seconds"] for line in steps)
+    print(f"{gpus} GPUs: checks {1e3 * checks / len(steps):.3f} ms of {seconds / len(steps):.2f} s: {checks / seconds:.2e}")
+    assert checks < 0.002 * seconds

@@ -31,7 +31,7 @@ from ringspan.trainer.config.schema import Config
 
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
-NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache")
+NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache", "data.verify")
 
 
 def choose(config: Config, number: int = 0) -> Path:

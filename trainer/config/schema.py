@@ -121,6 +121,11 @@ class Data:
     )
     held_out: float = option(0.05, "share of a corpus held out from training, at most 16M tokens", above=0)
     cache: str = option("~/.cache/ringspan", "cache folder for tokenized text; the first run of a corpus tokenizes it")
+    verify: str = option(
+        "sample",
+        "check of the token cache and of shards at each start: sizes and a sample of pages, or every page",
+        choices=("sample", "full"),
+    )
     prefetch: int = option(2, "batches that a thread prefetches; 0: the training loop loads them itself", least=0)
 
 
@@ -211,6 +216,9 @@ class Checkpoint:
         "auto",
         "auto: newest valid one in the run's folder; none: start anew; a path (excludes init_from): used if it has none",
     )
+    changed: list[str] = option(
+        [], "options that may differ from the checkpoint's, such as [rope,data.length,data.sources]; any other is an error"
+    )
 
 
 @dataclass
@@ -233,7 +241,7 @@ class Debug:
     deterministic: bool = option(False, "bit-identical reruns: deterministic algorithms and cuBLAS workspace")
     profile: list[int] = option([], "steps to trace with torch.profiler, into the run's folder")
     memory: list[int] = option([], "steps after which a GPU memory snapshot is written (for pytorch.org/memory_viz)")
-    bad_steps: int = option(5, "consecutive steps with non-finite gradients before the run stops", least=1)
+    bad_steps: int = option(5, "consecutive steps with non-finite gradients, or without labels, before the run stops", least=1)
     watchdog: float = option(300.0, "seconds without progress before the watchdog names the late rank; 0: off", least=0)
 
 

@@ -12,23 +12,21 @@ the same documents at other positions.
 """
 
 import contextlib
-import fcntl
 import functools
 import glob
 import hashlib
 import json
 import os
-import platform
-import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
 from ringspan.trainer.config.schema import Source
+from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, PageSums, cached
 from ringspan.trainer.data.tokenizer import Tokenizer
+from ringspan.trainer.monitoring.check_timer import check_timer
 
 MAX_HELD_OUT = 2**24  # tokens; more would not make the held-out loss more precise
 NO_LABEL = -100
@@ -42,10 +40,21 @@ class TokenStream:
         shards: token ids, each of shape (n,).
         ends: sorted positions, in the concatenated shards, of the last token of each document.
         first, last: range of the stream; all tokens by default.
+        vocabulary: exclusive bound of the ids; 0: not checked.
+        cached: checksums, whose first files are the shards.
     """
 
-    def __init__(self, shards: Sequence[np.ndarray], ends: np.ndarray, first: int = 0, last: int | None = None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[np.ndarray],
+        ends: np.ndarray,
+        first: int = 0,
+        last: int | None = None,
+        vocabulary: int = 0,
+        cached: CachedFolder | None = None,
+    ) -> None:
         self.shards, self.ends, self.first = shards, ends, first
+        self.vocabulary, self.cached = vocabulary, cached
         self.begins = np.cumsum([0, *(len(shard) for shard in shards)])
         self.last = int(self.begins[-1]) if last is None else last
 
@@ -68,23 +77,58 @@ class TokenStream:
         cut = min((end for end in nearby if abs(end - cut) <= num // 2), key=lambda end: abs(end - cut), default=cut)
         if cut < self.first + 2:
             raise ValueError(f"data.held_out={share} leaves nothing of {len(self)} tokens to train on; add text")
-        return (
-            TokenStream(self.shards, self.ends, cut, self.last)
-            if held_out
-            else TokenStream(self.shards, self.ends, self.first, cut)
-        )
+        first, last = (cut, self.last) if held_out else (self.first, cut)
+        return TokenStream(self.shards, self.ends, first, last, self.vocabulary, self.cached)
 
     def read(self, positions: np.ndarray) -> np.ndarray:
-        """Return the tokens, int64 (n,), at positions (n,); positions past the end wrap around."""
+        """Return the tokens, int64 (n,), at positions (n,); positions past the end wrap around.
+
+        Raises:
+            Damaged: a file was cut short, or has ids beyond the vocabulary, since it was opened.
+        """
+        out = np.empty(len(positions), np.int64)
+        for number, rows, indices in self._by_shard(positions):
+            shard = self.shards[number]
+            with check_timer("shards"):
+                self._check_size(shard)
+            out[rows] = shard[indices]
+            with check_timer("shards"):
+                if self.vocabulary and len(indices) and (largest := out[rows].max()) >= self.vocabulary:
+                    raise Damaged(
+                        f"{_file_of(shard)} has the id {largest}, but the vocabulary has {self.vocabulary}: "
+                        "the file has changed since it was opened"
+                    )
+        return out
+
+    def files(self, positions: np.ndarray) -> list[str]:
+        """Return the files that hold the tokens at positions (n,)."""
+        return [_file_of(self.shards[number]) for number, _, _ in self._by_shard(positions)]
+
+    def verify(self, positions: np.ndarray) -> None:
+        """Compare the pages that hold the tokens at positions (n,) with their checksums; raise Damaged if one has changed."""
+        if self.cached is None:
+            return
+        for number, _, indices in self._by_shard(positions):
+            self.cached.verify_pages(number, np.unique(indices * self.shards[number].itemsize // PAGE))
+
+    def _by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray, np.ndarray]]:
+        """Yield (number of a shard, its rows of `positions`, their indices in the shard)."""
         indices = self.first + positions % len(self)
         if len(self.shards) == 1:
-            return self.shards[0][indices].astype(np.int64)
-        out = np.empty(len(positions), np.int64)
+            yield 0, slice(None), indices
+            return
         shard = np.searchsorted(self.begins, indices, side="right") - 1
-        for i in np.unique(shard):
-            rows = shard == i
-            out[rows] = self.shards[i][indices[rows] - self.begins[i]]
-        return out
+        for number in np.unique(shard):
+            rows = shard == number
+            yield int(number), rows, indices[rows] - self.begins[number]
+
+    def _check_size(self, shard: np.ndarray) -> None:
+        """Raise Damaged if the file of a shard is shorter than its map: a read would end the process with SIGBUS."""
+        if not isinstance(shard, np.memmap):
+            return
+        size, expected = shard._mmap.size(), shard.offset + shard.nbytes  # type: ignore[attr-defined]
+        if size < expected:
+            raise Damaged(f"{shard.filename} has {size} bytes, not {expected}: it was cut short since it was opened")
 
     def lengths(self, start: int, length: int) -> np.ndarray:
         """Return the lengths of the documents, or parts of documents, in the window [start, start + length)."""
@@ -116,12 +160,33 @@ def text_files(paths: Sequence[str]) -> list[Path]:
             inside = (Path(folder) / file for folder, _, files in os.walk(name) for file in files)
             files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(name).parts)]
         else:
-            files = [Path(name)] if os.path.isfile(name) else [Path(p) for p in glob.glob(name, recursive=True)]
+            files = [Path(name)] if os.path.isfile(name) else [Path(p) for p in _glob(name)]
         files = [p for p in files if p.is_file()]
         if not files:
             raise ValueError(f"paths: {path!r} matches no file; give files, folders or glob patterns such as 'docs/**/*.md'")
         result.update(dict.fromkeys(sorted(files)))
     return list(result)
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """Expand a glob pattern. `**` enters each folder once; Python's glob does not end in a cycle of links."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    index = parts.index("**")
+    base, rest = os.sep.join(parts[:index]), parts[index + 1 :] or ["*"]
+    tops = glob.glob(base) if index > 1 or base else [os.sep if index else os.curdir]
+    for top in tops:
+        seen: set[tuple[int, int]] = set()
+        for folder, subfolders, _ in os.walk(top, followlinks=True):
+            stat = os.stat(folder)
+            if (stat.st_dev, stat.st_ino) in seen:
+                subfolders.clear()
+                continue
+            seen.add((stat.st_dev, stat.st_ino))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            yield from _glob(os.path.join(glob.escape(folder), *rest))
 
 
 @functools.cache
@@ -135,7 +200,7 @@ def stdlib_files() -> list[Path]:
     return sorted(result)
 
 
-def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: str) -> TokenStream:
+def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: str, full: bool = False) -> TokenStream:
     """Open a source of kind text, stdlib or tokens as a stream of tokens. Tokenize text if the cache does not have it.
 
     Args:
@@ -143,42 +208,51 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
         tokenizer: the run's tokenizer; kind tokens does not use it.
         vocabulary: exclusive bound of the ids in token shards.
         cache: the cache folder.
+        full: verify every page of tokens, instead of a sample.
     Raises:
         ValueError: a path matches nothing, a file cannot be read, or a shard contradicts its options.
     """
     if source.kind == "tokens":
-        return _token_shards(source, vocabulary, cache)
+        return _token_shards(source, vocabulary, cache, full)
     if source.kind == "text" and not source.paths:
         raise ValueError("paths is empty: a source of kind text needs files, folders or glob patterns")
     files = stdlib_files() if source.kind == "stdlib" else text_files(source.paths)
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
-    folder = _cached(
+    folder = cached(
         cache,
         ["text", tokenizer.fingerprint, source.text_key, _file_signatures(files)],
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
+        full,
     )
-    return TokenStream([np.memmap(folder / "tokens.bin", dtype, "r")], np.load(folder / "ends.npy", mmap_mode="r"))
+    tokens = np.memmap(folder.path / "tokens.bin", dtype, "r")
+    return TokenStream([tokens], np.load(folder.path / "ends.npy", mmap_mode="r"), vocabulary=tokenizer.size, cached=folder)
 
 
-def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype: np.dtype, folder: Path) -> None:
+def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype: np.dtype, new: Builder) -> None:
     """Write tokens.bin and ends.npy in two passes: hash and locate every document, then tokenize in the order of the hashes."""
     locations: dict[bytes, tuple[Path, int, int]] = {}
     for file in files:
         with _naming(file):
+            total, num_bytes = hashlib.blake2b(digest_size=16), 0
             for begin, size, text in _documents(file, source.text_key):
-                locations.setdefault(hashlib.blake2b(text, digest_size=16).digest(), (file, begin, size))
+                digest = hashlib.blake2b(text, digest_size=16).digest()
+                total.update(digest)
+                num_bytes += size
+                locations.setdefault(digest, (file, begin, size))
+            new.inputs.append((os.path.abspath(file), num_bytes, total.hexdigest()))
     if not locations:
         raise ValueError(f"paths={list(source.paths)}: {len(files)} files without any text")
     begin_ids, end_ids = np.array(tokenizer.begin, dtype), np.array([tokenizer.end], dtype)
     ends, position = [], 0
-    with (folder / "tokens.bin").open("wb") as out:
+    with new.open("tokens.bin") as out:
         for batch in _batches(locations[digest] for digest in sorted(locations)):
             texts = [_read(*location, source.text_key) for location in batch]
             for ids in tokenizer.encode(texts):
                 out.write(np.concatenate([begin_ids, ids.astype(dtype), end_ids]).tobytes())
                 position += len(begin_ids) + len(ids) + 1
                 ends.append(position - 1)
-    np.save(folder / "ends.npy", np.asarray(ends, np.int64))
+    with new.open("ends.npy") as out:
+        np.save(out, np.asarray(ends, np.int64))
 
 
 @contextlib.contextmanager
@@ -210,7 +284,7 @@ def _documents(file: Path, text_key: str) -> Iterator[tuple[int, int, bytes]]:
 def _line_text(line: bytes, text_key: str, location: str) -> bytes:
     try:
         return json.loads(line)[text_key].encode(errors="replace")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{location} is no JSON object with text under {text_key!r}: set the source's text_key") from None
 
 
@@ -234,7 +308,7 @@ def _batches(locations: Iterator[tuple[Path, int, int]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _token_shards(source: Source, vocabulary: int, cache: str) -> TokenStream:
+def _token_shards(source: Source, vocabulary: int, cache: str, full: bool) -> TokenStream:
     if not source.paths:
         raise ValueError("paths is empty: a source of kind tokens needs shards, such as 'data/*.bin'")
     files, dtype = text_files(source.paths), np.dtype(source.dtype)
@@ -246,23 +320,28 @@ def _token_shards(source: Source, vocabulary: int, cache: str) -> TokenStream:
         shards.append(np.memmap(file, dtype, "r", offset=source.header))
     begins = np.cumsum([0, *(len(shard) for shard in shards)])
 
-    def index(folder: Path) -> None:
+    def index(new: Builder) -> None:
         chunk, ends, largest = 2**24, [np.zeros(0, np.int64)], 0
-        for shard, begin in zip(shards, begins, strict=False):
+        for file, shard, begin in zip(files, shards, begins, strict=False):
+            sums = PageSums()
             for offset in range(0, len(shard), chunk):
                 ids = shard[offset : offset + chunk]
+                sums.add(ids)
                 largest = max(largest, int(ids.max()))
                 if source.end_token >= 0:
                     ends.append(np.flatnonzero(ids == source.end_token) + begin + offset)
+            new.add(os.path.abspath(file), sums, source.header)
         if largest >= vocabulary:
             raise ValueError(
                 f"the shards hold the id {largest}, but the vocabulary has {vocabulary}: set model.vocabulary or the tokenizer "
                 "that made them, and the right dtype and header"
             )
-        np.save(folder / "ends.npy", np.concatenate(ends))
+        with new.open("ends.npy") as out:
+            np.save(out, np.concatenate(ends))
 
     key = ["tokens", source.dtype, source.header, source.end_token, vocabulary, _file_signatures(files)]
-    return TokenStream(shards, np.load(_cached(cache, key, index) / "ends.npy", mmap_mode="r"))
+    folder = cached(cache, key, index, full)
+    return TokenStream(shards, np.load(folder.path / "ends.npy", mmap_mode="r"), vocabulary=vocabulary, cached=folder)
 
 
 def _file_signatures(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -271,46 +350,5 @@ def _file_signatures(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def _cached(cache: str, key: list[Any], make: Callable[[Path], None]) -> Path:
-    """Return the folder of a key. One process of the machine makes it; the other processes wait."""
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    try:
-        return _make_once(Path(cache).expanduser(), name, make)
-    except OSError as error:
-        raise ValueError(f"data.cache={cache!r} is no folder that can be written to: {error}; give another one") from None
-
-
-def _make_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / f"{name}.lock").open("w") as lock:
-        problem = _lock_exclusively(lock)
-        if (root / name).exists():
-            return root / name
-        if problem:
-            print(f"{root}: this file system has no locks ({problem}), so every process tokenizes for itself", flush=True)
-        else:
-            for stale in root.glob(f"{name}.[0-9]*"):  # left by a killed process, possibly with the same process id
-                shutil.rmtree(stale)
-        new = root / f"{name}.{os.getpid()}-{platform.node()}"
-        new.mkdir(exist_ok=True)
-        try:
-            make(new)
-            new.rename(root / name)
-        except OSError:
-            if not (root / name).exists():  # without locks another process may have been faster
-                raise
-        finally:
-            if new.exists():
-                for file in new.iterdir():
-                    file.unlink()
-                new.rmdir()
-    return root / name
-
-
-def _lock_exclusively(lock: IO[str]) -> str:
-    """Wait for the lock. Return "", or the reason why the file system has no locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if the process dies
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+def _file_of(shard: np.ndarray) -> str:
+    return str(shard.filename) if isinstance(shard, np.memmap) else "an array"

@@ -10,12 +10,14 @@ made before a window is sharded, and the label of its last token is the token af
 becomes two documents: positions restart at 0.
 
 A rank passes the positions that it owns and gets only their tokens. Every rank gets all document ids, because masks need them.
+Every rank also reads the same few tokens of each sample; their checksum shows whether the ranks of a ring read the same text.
 """
 
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -24,11 +26,15 @@ from torch import Tensor
 
 from ringspan.trainer.config import schema
 from ringspan.trainer.config.mixture import BLOCK, shares
+from ringspan.trainer.data import tokenizer as tokenizers
+from ringspan.trainer.data.cache import Damaged
 from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
 from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
 from ringspan.trainer.data.tokenizer import Tokenizer
+from ringspan.trainer.monitoring.check_timer import check_timer
 
 T = TypeVar("T")
+PROBES = 8, 8  # every rank reads 8 ranges of 8 tokens of a sample: texts of which all 64 tokens agree are the same
 
 
 class Batch(NamedTuple):
@@ -41,6 +47,7 @@ class Batch(NamedTuple):
     seeds: Tensor  # int64 (B,), for dropout
     sources: list[int]  # B indices into Dataset.names
     samples: list[int]  # B numbers
+    checksums: list[int]  # B CRC-32 of document lengths and of the same tokens on every rank
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy to a device. The documents stay on the CPU, where masks are planned."""
@@ -78,11 +85,15 @@ class Corpus:
         self.stream, self.length, self.seed = stream, length, seed
         self.num_windows = max(1, len(stream) // length)
 
-    def window(self, number: int, positions: np.ndarray) -> Window:
-        """Return a window by number, at positions (n,)."""
+    def start(self, number: int) -> int:
+        """Return the position in the stream at which a window begins."""
         epoch, index = divmod(number, self.num_windows)
         offset = stable_hash(self.seed, "offset", epoch) % len(self.stream)
-        start = offset + permute(index, self.num_windows, self.seed, epoch) * self.length
+        return offset + permute(index, self.num_windows, self.seed, epoch) * self.length
+
+    def window(self, number: int, positions: np.ndarray) -> Window:
+        """Return a window by number, at positions (n,)."""
+        start = self.start(number)
         tokens, labels = self.stream.read(start + positions), self.stream.read(start + positions + 1)
         labels[self.stream.is_end(start + positions)] = NO_LABEL
         return Window(tokens, labels, self.stream.lengths(start, self.length))
@@ -116,11 +127,21 @@ class Dataset:
         seed: the run's seed.
         part: "train" or "held_out". The parts share neither text nor synthetic samples.
         vocabulary: size of the model's vocabulary, the bound of ids in token shards; 0: that of the tokenizer.
+        opened: whole streams by source, of the other part.
     Raises:
         ValueError: a source cannot be opened; the message names it.
     """
 
-    def __init__(self, options: schema.Data, tokenizer: Tokenizer, seed: int, part: str = "train", vocabulary: int = 0) -> None:
+    def __init__(
+        self,
+        options: schema.Data,
+        tokenizer: Tokenizer,
+        seed: int,
+        part: str = "train",
+        vocabulary: int = 0,
+        opened: Mapping[str, TokenStream] | None = None,
+    ) -> None:
+        self.opened = dict(opened or {})
         assert part in ("train", "held_out")
         if not options.sources:
             raise ValueError("data.sources is empty: choose a mixture, such as data=mix, or name a source")
@@ -138,8 +159,9 @@ class Dataset:
                 )
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
-            stream = open_source(source, tokenizer, vocabulary, options.cache)
-            return Corpus(stream.subset(part == "held_out", options.held_out), self.length, seed)
+            if name not in self.opened:
+                self.opened[name] = open_source(source, tokenizer, vocabulary, options.cache, options.verify == "full")
+            return Corpus(self.opened[name].subset(part == "held_out", options.held_out), self.length, seed)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.sources.{name}: {error}") from None
 
@@ -152,6 +174,20 @@ class Dataset:
                 return source, block * share + index
             index -= share
         raise AssertionError("shares sum to BLOCK")
+
+    def origin(self, sample: int) -> str:
+        """Return the source and the files of a sample, and the problem of a file that does not match its checksum."""
+        index, number = self.locate(sample)
+        source, text = self.sources[index], f"data.sources.{self.names[index]}"
+        if not isinstance(source, Corpus):
+            return text
+        positions = source.start(number) + np.arange(self.length)
+        text += f", {', '.join(source.stream.files(positions))}"
+        try:
+            source.stream.verify(positions)
+        except (Damaged, OSError) as error:
+            text += f": {error}"
+        return text
 
     def batch(self, samples: Sequence[int], owned: Tensor | None = None) -> Batch:
         """Return samples by number, at the window positions that a rank owns.
@@ -170,9 +206,13 @@ class Dataset:
         shape = len(locations), len(columns)
         tokens, labels, positions = np.zeros(shape, np.int64), np.full(shape, NO_LABEL), np.zeros(shape, np.int64)
         documents = np.empty((len(locations), self.length), np.int32)
+        checksums = []
         for row, (source, number) in enumerate(locations):
-            window = self.sources[source].window(number, valid)
-            tokens[row, inside], labels[row, inside] = window.tokens, window.labels
+            probes = self._probes(source, number)
+            window = self.sources[source].window(number, np.concatenate([valid, probes]))
+            tokens[row, inside], labels[row, inside] = window.tokens[: len(valid)], window.labels[: len(valid)]
+            with check_timer("samples"):
+                checksums.append(zlib.crc32(window.tokens[len(valid) :].tobytes(), zlib.crc32(window.lengths.tobytes())))
             documents[row] = np.repeat(np.arange(len(window.lengths), dtype=np.int32), window.lengths)
             starts = np.cumsum(window.lengths) - window.lengths
             positions[row, inside] = valid - starts[documents[row, valid]]
@@ -185,7 +225,23 @@ class Dataset:
             torch.tensor(seeds),
             [source for source, _ in locations],
             list(samples),
+            checksums,
         )
+
+    def _probes(self, source: int, number: int) -> np.ndarray:
+        """Positions of a window that every rank reads, (64,)."""
+        ranges, width = PROBES
+        first = stable_hash(self.seed, "probes", source, number) + np.arange(ranges)[:, None] * (self.length // ranges)
+        return ((first + np.arange(width)) % self.length).ravel()
+
+
+def open_parts(config: schema.Config) -> tuple[Tokenizer, schema.Model, Dataset, Dataset]:
+    """Return the tokenizer of a run, the model's options with its vocabulary, the data to train on, and the held-out data."""
+    run_tokenizer = tokenizers.load(config.tokenizer)
+    model = tokenizers.resolve_model(config, run_tokenizer)
+    train = Dataset(config.data, run_tokenizer, config.seed, "train", model.vocabulary)
+    held_out = Dataset(config.data, run_tokenizer, config.seed, "held_out", model.vocabulary, train.opened)
+    return run_tokenizer, model, train, held_out
 
 
 def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data_size: int) -> list[int]:

@@ -353,7 +353,7 @@ def working_set(
     after_finish = finish_weights * (4 if chunks > 1 else b)
     delta = 4 * n * model.heads
     dims = 2 + _saved_by_norm(config, gpu)  # output and y, next to what the MLP's norm saves
-    finish = delta + b * rows * (mlp_widths(config, gpu)[1] * model.mlp_dim + dims * model.dim)
+    finish: float = delta + b * rows * (mlp_widths(config, gpu)[1] * model.mlp_dim + dims * model.dim)
     finish += sums * finish_weights + b * mlp / (3 if swiglu else 2)
     kv_gradients = b * n * 2 * sizes.kv
     fp32_dq = 4 * n * h if gpu or (ring > 1 and b < 4) else 0
@@ -362,7 +362,7 @@ def working_set(
         attention_peak += ring_buffers + b * n * 2 * k
     attention_peak += exchanges * b * n * (2 * h + 4 * k) + after_finish
     norms = 2 if model.norm == "layernorm" else 3
-    project = kv_gradients + b * rows * (norms * model.dim + 2 * (sizes.heads + 2 * sizes.kv))
+    project: float = kv_gradients + b * rows * (norms * model.dim + 2 * (sizes.heads + 2 * sizes.kv))
     project += after_finish + (sums + b) * project_weights
     return sizes.inputs + max(finish, attention_peak, project)
 

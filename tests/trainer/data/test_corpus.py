@@ -1,6 +1,7 @@
 """Text and token shards as streams: order, held-out part, token cache, and files that cannot be read or written."""
 
 import errno
+import glob
 import json
 import os
 import threading
@@ -114,39 +115,50 @@ def test_full_cache_and_unreadable_file_are_named(tmp_path: Path, monkeypatch: p
         Dataset(data_options(tmp_path), BYTES, seed=0)
 
 
-def make_whole(folder: Path) -> None:
-    (folder / "made").write_text("whole")
+def test_a_cycle_of_links_ends_and_linked_folders_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("in/a.txt", "in/deep/er/b.txt", "in/.hidden.txt", "elsewhere/c.txt"):
+        (tmp_path / name).write_text(name)
+    for number in range(3):
+        (tmp_path / "in" / f"loop{number}").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "deep" / "link").symlink_to(tmp_path / "elsewhere")
+    for pattern in ("in/**/*.txt", "in/**", "**/deep/../*.txt", "i*/**/**/*.txt"):
+        found = corpus.text_files([f"{tmp_path}/{pattern}"])
+        expected = {"a.txt"} if "deep" in pattern else {"a.txt", "b.txt", "c.txt"}
+        assert {path.name for path in found} == expected, pattern
 
 
-def test_without_locks_every_process_tokenizes_and_the_first_result_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("pattern", ["*.txt", "**/*.txt", "a/**/*.txt", "a/**", "**", "?/*/c*", "a/**/b/*", "[ab].txt"])
+def test_a_glob_without_links_finds_what_pythons_glob_finds(
+    tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_locks(*_) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(corpus.fcntl, "flock", no_locks)
-    name = corpus._cached(str(tmp_path), ["a"], make_whole).name
-    assert "has no locks (No locks available), so every process tokenizes for itself" in capsys.readouterr().out
-    (tmp_path / name).rename(tmp_path / f"{name}.7")  # the unfinished folder of another process
-
-    def make_late(folder: Path) -> None:
-        make_whole(folder)
-        (tmp_path / f"{name}.7").rename(tmp_path / name)
-        (tmp_path / name / "made").write_text("sooner")
-
-    for _ in range(2):
-        assert (corpus._cached(str(tmp_path), ["a"], make_late) / "made").read_text() == "sooner"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
+    for name in ("a.txt", "b.md", "a/b.txt", "a/b/c.txt", "a/b/c/d.txt", "a/.hidden/e.txt", ".f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("", f"{tmp_path}/"):
+        expected = {Path(name) for name in glob.glob(prefix + pattern, recursive=True) if Path(name).is_file()}
+        assert {Path(name) for name in corpus._glob(prefix + pattern) if Path(name).is_file()} == expected
 
 
-def test_leftovers_of_a_killed_tokenization_are_removed(tmp_path: Path) -> None:
-    """Also those with this process's own id, which a container can assign again."""
-    key = ["a", 1]
-    name = corpus._cached(str(tmp_path), key, make_whole).name
-    (tmp_path / name / "made").unlink()
-    (tmp_path / name).rmdir()
-    for number in (os.getpid(), 7):
-        (tmp_path / f"{name}.{number}").mkdir()
-        (tmp_path / f"{name}.{number}" / "part").write_text("cut")
-    assert (corpus._cached(str(tmp_path), key, make_whole) / "made").read_text() == "whole"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.lock"]
+def test_jsonl_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"text": "x"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(ValueError, match=r"deep.jsonl:2 is no JSON object with text under 'text'"):
+        corpus.open_source(Source("text", paths=[str(tmp_path / "deep.jsonl")]), BYTES, 257, str(tmp_path / "cache"))
+
+
+def test_a_shard_that_changes_after_it_was_opened_is_named(tmp_path: Path) -> None:
+    shard = tmp_path / "a.bin"
+    np.arange(5000, dtype=np.uint16).tofile(shard)
+    opened = corpus.open_source(Source("tokens", paths=[str(shard)]), BYTES, 5000, str(tmp_path / "cache"))
+    part = opened.subset(False, 0.1)
+    with shard.open("r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xff")
+    with pytest.raises(ValueError, match=rf"{shard} has the id 65535, but the vocabulary has 5000: the file has changed"):
+        part.read(np.arange(4000))
+    assert part.read(np.arange(100)).tolist() == list(range(100))
+    os.truncate(shard, 5000)
+    with pytest.raises(ValueError, match=rf"{shard} has 5000 bytes, not 10000: it was cut short"):
+        part.read(np.arange(4000))

@@ -96,14 +96,18 @@ def test_ranks_get_their_shards_of_the_same_window(tmp_path: Path, kind: str, ra
     assert all(torch.equal(shard.documents, full.documents) and torch.equal(shard.seeds, full.seeds) for shard in shards)
 
 
-def test_rank_reads_only_its_own_tokens(tmp_path: Path) -> None:
-    data = Dataset(data_options(tmp_path, 64), BYTES, seed=0)
+def test_rank_reads_only_its_own_tokens_and_the_probes(tmp_path: Path) -> None:
+    data = Dataset(data_options(tmp_path, 1024), BYTES, seed=0)
     reads = []
     source = data.sources[0]
     original = source.stream.read  # type: ignore[union-attr]
     source.stream.read = lambda at: (reads.append(at), original(at))[1]  # type: ignore
-    data.batch([5], torch.tensor([0, 1, 2, 60, 61]))
-    assert len(np.unique(np.concatenate(reads))) == 7  # 5 tokens, and the label after each of the 2 ranges
+    owned = np.array([0, 1, 2, 60, 61])
+    data.batch([5], torch.tensor(owned))
+    probes = data._probes(*data.locate(5))
+    expected = {*owned, *(owned + 1), *probes, *(probes + 1)}  # with the label after each range
+    offsets = np.unique(np.concatenate(reads)) - np.concatenate(reads)[0]
+    assert set(offsets.tolist()) == expected and len(set(probes.tolist())) == 64
 
 
 def test_sample_depends_only_on_its_number_and_the_seed(tmp_path: Path) -> None:
