@@ -124,7 +124,7 @@ def workers(parent: int) -> list[int]:
 
 def _is_finished(config: Config, folder: Path) -> bool:
     """Whether this run has finished. A named folder may hold a run with other options, which the ranks report."""
-    if config.checkpoint.resume == "none" or not (folder / run_folder.FINISHED).exists():
+    if config.checkpoint.resume == "none" or not run_folder.is_finished(folder):
         return False
     with contextlib.suppress(OSError, ValueError):
         return not config.name or run_folder.identity(run_folder.config_of(folder)) == run_folder.identity(config)

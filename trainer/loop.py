@@ -68,7 +68,7 @@ def train(run: Run) -> bool:
             stop = run.evaluate(step) is None
         due = config.checkpoint.every and step % config.checkpoint.every == 0
         if stop or due or (last and config.checkpoint.at_end):
-            run.save()
+            run.save(num_bad)
         if stop:
             return last
     return True

@@ -1,0 +1,136 @@
+"""Faults for tests: a process that dies between two file operations, damaged files, forged checkpoints, ranks as threads."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ringspan.trainer import files
+
+
+class Died(BaseException):
+    """The process ends here: no handler of an OSError or a ValueError continues it."""
+
+
+class Death:
+    """Ends a simulated process at one file operation: all its later operations fail as well.
+
+    Args:
+        point: number of the call of the observer, from 1; two per operation, before and after it. 0: it never dies.
+        concerns: whether an operation on this path is one of the process.
+    """
+
+    def __init__(self, point: int, concerns: Callable[[Path], bool] = lambda path: True) -> None:
+        self.point, self.concerns, self.count = point, concerns, 0
+
+    def __call__(self, when: str, operation: str, path: Path) -> None:
+        if self.concerns(path):
+            self.count += 1
+            if self.point and self.count >= self.point:
+                raise Died
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[[str, str, Path], None]) -> Iterator[None]:
+    """Let `observer` see every file operation."""
+    files.observer = observer
+    try:
+        yield
+    finally:
+        files.observer = None
+
+
+def kill_at_operation(point: int) -> None:
+    """Kill this process with SIGKILL at a call of the observer: before or after a file operation."""
+    count = 0
+
+    def observer(when: str, operation: str, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    files.observer = observer
+
+
+def unsafe_renames(operations: list[tuple[str, str, Path]]) -> list[str]:
+    """Renames of recorded operations that a crash of the machine could expose with unwritten data.
+
+    A file must be flushed between its last write and the rename of it or of its folder, and so must the folder.
+    """
+    dirty: set[Path] = set()
+    found = []
+    for when, operation, path in operations:
+        if when == "before" and operation == "rename":
+            found += [f"{path.name} is renamed before {other.name} is flushed" for other in dirty if other.is_relative_to(path)]
+        elif when == "after" and operation in ("create", "write"):
+            dirty |= {path} | ({path.parent} if operation == "create" else set())
+        elif when == "after" and operation == "mkdir":
+            dirty.add(path)
+        elif (when == "after" and operation == "sync") or (when == "after" and operation == "delete"):
+            dirty.discard(path)
+    return found
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest that fits a checkpoint's files, as after a forged change."""
+    entries = {
+        path.name: dict(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(checkpoint.iterdir())
+        if path.name != "manifest.json" and path.is_file()
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
+
+
+class SingleRank:
+    """A DistributedContext of one rank, without torch.distributed."""
+
+    rank, world = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+class ThreadRank:
+    """A DistributedContext whose ranks are threads; the others fail when one has died."""
+
+    def __init__(self, rank: int, world: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self.world, self._barrier, self._values = rank, world, barrier, values
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(10)
+        gathered = json.loads(json.dumps(self._values))  # as between processes
+        self._barrier.wait(10)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def run_threads(world: int, job: Callable[[Any], Any]) -> list[Any]:
+    """Call job(rank's context) on each of `world` threads; return results, or the error of a thread."""
+    barrier, values = threading.Barrier(world), [None] * world
+    results: list[Any] = [None] * world
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = job(ThreadRank(rank, world, barrier, values))
+        except BaseException as error:  # a dead rank ends the others' collectives
+            results[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
