@@ -279,9 +279,9 @@ def test_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 
 def test_start_that_cannot_be_recorded_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "run" / "starts.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     assert jobs.run_ranks(2, run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
-    assert jobs.output.count(f"Is a directory: '{tmp_path}/run/starts.jsonl'") == 1 and "Traceback" not in jobs.output
+    assert jobs.output.count(f"Is a directory: '{tmp_path}/run/config.yaml'") == 1 and "Traceback" not in jobs.output
 
 
 def test_finished_named_run_rejects_other_options(tmp_path: Path) -> None:
@@ -374,11 +374,16 @@ def test_repeated_report_appears_once_in_the_metrics(tmp_path: Path) -> None:
 def test_changed_options_of_a_continued_run_are_printed(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run"]
     assert jobs.run_ranks(1, run_train_command, [*options, "steps=1"]) == [0]
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=2", "rope.base=500", "seed=3"]) == [0]
-    assert (
-        "name=run: continues with other options: rope.base=500.0 (was 10000.0), seed=3 (was 0), steps=2 (was 1)" in jobs.output
-    )
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=3", "rope.base=500", "seed=3"]) == [0]
+    changes = ["steps=2", "rope.base=500", "seed=3", "optim.lr=1e-3"]
+    assert jobs.run_ranks(1, run_train_command, [*options, *changes]) == [2]
+    assert "other options than rope.base=500.0 (there 10000.0), seed=3 (there 0): take those, or accept" in jobs.output
+    assert "checkpoint.changed=[rope.base,seed]" in jobs.output
+    assert jobs.run_ranks(1, run_train_command, [*options, *changes, "checkpoint.changed=[rope,seed]"]) == [0]
+    assert "name=run: continues with other options: optim.lr=0.001 (was 0.003), rope.base=500.0 (was 10000.0)" in jobs.output
+    assert "checkpoint.changed accepts rope.base=500.0 (there 10000.0), seed=3 (there 0)" in jobs.output
+    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
+    assert set(start["changed"]) == {"rope.base", "seed"}
+    assert jobs.run_ranks(1, run_train_command, [*options, "steps=3", *changes[1:]]) == [0]
     assert "other options" not in jobs.output
 
 

@@ -74,7 +74,7 @@ def config_of(folder: Path) -> Config:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl or starts.jsonl; raise a ValueError at a truncated one."""
-    for number, line in enumerate(records.parse(files.read(path, records.MAX_BYTES)), 1):
+    for number, line in enumerate(records.read(path), 1):
         if line is None:
             raise ValueError(f"{path}: line {number} is cut short or damaged: resume the run, or delete that line")
         yield line

@@ -38,6 +38,11 @@ def parse(data: bytes) -> list[dict[str, Any] | None]:
     return lines
 
 
+def read(path: Path) -> list[dict[str, Any] | None]:
+    """Return the lines of a JSONL file as `parse` does."""
+    return parse(files.read(path, MAX_BYTES))
+
+
 def rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> str:
     """Keep the lines of a JSONL file that `keep` accepts. A damaged file is set aside first; a cut last line is not damage.
 
@@ -89,7 +94,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 def last_saved(path: Path) -> int:
     """Return the last step whose checkpoint metrics.jsonl records, 0 if there is none or the file cannot be read."""
     try:
-        lines = parse(files.read(path, MAX_BYTES))
+        lines = read(path)
     except (OSError, ValueError):
         return 0
     steps = [line.get("step") for line in lines if line and line.get("kind") == "checkpoint"]

@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -205,20 +204,16 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
     return scalars
 
 
-def _truncate(path: Path, step: int, steps: int) -> Iterator[str]:
+def _truncate(path: Path, step: int, steps: int) -> list[str]:
     """Remove all lines after the checkpoint's step, and the report after the last step, which will be written again.
 
-    A curve that the run does not continue is kept under another name. Yield lines for the console.
+    A curve that the run does not continue is kept under another name. Return lines for the console.
     """
-    if (
-        step == 0
-        and path.is_file()
-        and any(line and line.get("kind") == "train" for line in records.parse(files.read(path, records.MAX_BYTES)))
-    ):
-        yield f"{path}: the steps of the earlier training are kept in {records.set_aside(path, '.old').name}"
+    notes = []
+    if step == 0 and path.is_file() and any(line and line.get("kind") == "train" for line in records.read(path)):
+        notes.append(f"{path}: the steps of the earlier training are kept in {records.set_aside(path, '.old').name}")
 
     def keep(line: dict[str, Any]) -> bool:
         return bool(line["step"] <= step and (line["kind"] in ("train", "checkpoint") or line["step"] < steps))
 
-    if note := records.rewrite(path, keep):
-        yield note
+    return [*notes, *filter(None, [records.rewrite(path, keep)])]
