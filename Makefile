@@ -11,7 +11,7 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 PYTEST  = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all compat compat-hf lint format tables clean
+.PHONY: train test test-all test-faults compat compat-hf lint format tables clean
 
 # `make train steps=5` would set a make variable that no recipe reads, so it is an error.
 KNOWN := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
@@ -22,10 +22,13 @@ train: $(VENV)/.run  ## ARGS="steps=50 data.length=256": see ringspan launch --h
 	$(BIN)/ringspan launch $(if $(findstring experiment=,$(ARGS)),,experiment=laptop) $(ARGS)
 
 test: $(VENV)/.dev  ## everything a change can break; ARGS="-k mask" go to pytest
-	$(PYTEST) -m "not exhaustive" $(ARGS)
+	$(PYTEST) -m "not exhaustive and not faults" $(ARGS)
 
 test-all: $(VENV)/.dev  ## `make test` and the exhaustive sweeps
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not faults" $(ARGS)
+
+test-faults: $(VENV)/.dev  ## every kill point, thousands of damaged files; hours on a laptop, with fixed seeds
+	$(PYTEST) -m faults $(ARGS)
 
 compat: $(VENV)/.dev  ## compile the Hopper kernels with each supported Triton; needs a network, no GPU
 	$(BIN)/python -m tests.kernels.runtime.compat

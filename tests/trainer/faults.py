@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ringspan.trainer import files
+from ringspan.trainer.config.compose import ConfigError
 
 
 class Died(BaseException):
@@ -45,17 +46,17 @@ def observed(observer: Callable[[str, str, Path], None]) -> Iterator[None]:
         files.observer = None
 
 
-def kill_at_operation(point: int) -> None:
-    """Kill this process with SIGKILL at a call of the observer: before or after a file operation."""
-    count = 0
+def kill_at_operation(point: int) -> list[int]:
+    """Kill this process with SIGKILL at a call of the observer, before or after a file operation. Return the counted calls."""
+    count = [0]
 
     def observer(when: str, operation: str, path: Path) -> None:
-        nonlocal count
-        count += 1
-        if count == point:
+        count[0] += 1
+        if count[0] == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     files.observer = observer
+    return count
 
 
 def unsafe_renames(operations: list[tuple[str, str, Path]]) -> list[str]:
@@ -68,6 +69,10 @@ def unsafe_renames(operations: list[tuple[str, str, Path]]) -> list[str]:
     for when, operation, path in operations:
         if when == "before" and operation == "rename":
             found += [f"{path.name} is renamed before {other.name} is flushed" for other in dirty if other.is_relative_to(path)]
+            if path.parent in dirty and not path.suffix:
+                found.append(f"{path.name} is discarded before the rename of its successor is flushed")
+        elif when == "after" and operation == "rename":
+            dirty.add(path.parent)
         elif when == "after" and operation in ("create", "write"):
             dirty |= {path} | ({path.parent} if operation == "create" else set())
         elif when == "after" and operation == "mkdir":
@@ -97,6 +102,12 @@ class SingleRank:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def call_on_all_ranks(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from None
 
 
 class ThreadRank:

@@ -12,6 +12,7 @@ import torch
 from ringspan.trainer.checkpoint import checkpoint, share
 from ringspan.trainer.checkpoint.reader import Reader
 from tests.trainer import jobs
+from tests.trainer.faults import SingleRank
 
 # Ten points of a save: before the folder, the files, the flushes, the manifest, the rename and the pruning; and the rank.
 POINTS = [
@@ -26,18 +27,6 @@ POINTS = [
     ("os.replace", 0),
     ("ringspan.trainer.checkpoint.checkpoint._prune", 0),
 ]
-
-
-class SingleRank:
-    """A DistributedContext of one rank, without torch.distributed."""
-
-    rank, world = 0, 1
-
-    def gather(self, value):
-        return [value]
-
-    def broadcast(self, value):
-        return value
 
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:

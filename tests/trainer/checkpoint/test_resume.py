@@ -11,7 +11,7 @@ import pytest
 from ringspan.trainer import export
 from ringspan.trainer.checkpoint import reader, run_folder, safetensors
 from tests.trainer import jobs
-from tests.trainer.checkpoint.test_checkpoint import SingleRank
+from tests.trainer.faults import SingleRank
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
