@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def run_threads(world: int, job: Callable[[Any], Any]) -> list[Any]:
             results[rank] = job(ThreadRank(rank, world, barrier, values))
         except BaseException as error:  # a dead rank ends the others' collectives
             results[rank] = error
+            time.sleep(0.05)  # the others may still be leaving the barrier of a common error
             barrier.abort()
 
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(world)]

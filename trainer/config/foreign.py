@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringspan.trainer import files
 
 MAX_YAML = 2**20  # bytes; the longest config of a run has a few thousand
+MAX_DEPTH = 20  # a config has 5 levels; the time to parse YAML grows with the square of the depth
 
 
 def read_yaml(path: Path) -> Any:
@@ -25,12 +26,13 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         text = files.read(path, MAX_YAML).decode()
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise ValueError("YAML aliases are not read; write the values out")
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
+                raise ValueError(f"YAML aliases, and more than {MAX_DEPTH} levels, are not read; write the values out")
         tree = OmegaConf.create(text)
         content = OmegaConf.to_container(tree, resolve=False)
-    except RecursionError:
-        raise ValueError(f"{path}: not a config of this version: nested too deep") from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not a config of this version: {_first_line(error)}") from None
     _refuse_interpolations(content, str(path))
