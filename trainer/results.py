@@ -18,6 +18,7 @@ import math
 import shlex
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import combinations
@@ -288,10 +289,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """End the program with a message if a run cannot be reported, also if its records hold values of other types."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        parser.error(f"a run's metrics.jsonl or starts.jsonl is damaged ({type(error).__name__}: {error}): name other runs")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    try:
+    with _one_message(parser):
         runs = [read(folder) for folder in args.runs]
         if len({run.name for run in runs}) < len(runs):
             raise ValueError(f"{' '.join(map(str, args.runs))}: two runs have one name, and a result identifies runs by name")
@@ -305,10 +317,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot is not None:
             pyplot()  # reports a missing matplotlib before any work
         rows = [measure(run, args.skip) for run in runs]
-    except (ValueError, ImportError) as error:
-        parser.error(str(error))
-    differences, device = loss_differences(runs), slug(devices[0])
-    print(devices[0], *map(report, rows), *[report_differences(differences)] * bool(differences), sep="\n\n")
+        differences, device = loss_differences(runs), slug(devices[0])
+        text = [devices[0], *map(report, rows), *[report_differences(differences)] * bool(differences)]
+    print(*text, sep="\n\n")
     path = args.json
     if path is None and args.save is not None:
         path = RESULTS / f"{(args.save or 'train-' + device).removesuffix('.json')}.json"
@@ -325,7 +336,9 @@ def main(argv: list[str] | None = None) -> int:
     if path is not None:
         flags = ["--save", *([args.save] if args.save else [])] * (args.save is not None) + ["--plot"] * (picture is not None)
         command = shlex.join([*PROGRAM.split(), *(f"runs/{run.name}" for run in runs), "--skip", str(args.skip), *flags])
-        content = result(runs, rows, differences, command)
+        with _one_message(parser):
+            content = result(runs, rows, differences, command)
+            json.dumps(content, allow_nan=False)
         if picture is not None and picture.resolve().is_relative_to(DOCS.parent):
             content["plot"] = picture.resolve().relative_to(DOCS.parent).as_posix()
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

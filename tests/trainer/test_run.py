@@ -129,7 +129,9 @@ def test_damaged_records_do_not_stop_a_run(tmp_path: Path) -> None:
     assert jobs.run_ranks(2, run_train_command, [*options, "steps=3"]) == [0, 0]
     assert "finished.json is damaged, so the run counts as not finished; it is renamed to finished.json.bad" in jobs.output
     assert "starts.jsonl: line 1 is damaged" in jobs.output and "Traceback" not in jobs.output
-    assert re.search(r"metrics.jsonl: line \d+ is damaged; the file is renamed to metrics.jsonl.bad, and its other", jobs.output)
+    assert re.search(
+        r"metrics.jsonl: line \d+ is damaged; the file is renamed to metrics.jsonl.bad, and its other", jobs.output
+    )
     assert [line["step"] for line in lines(run)] == [1, 2, 3] and json.loads((run / "finished.json").read_text())["steps"] == 3
 
 

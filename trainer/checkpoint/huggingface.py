@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.trainer import files
 from ringspan.trainer.checkpoint.safetensors import File, write
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.planning.flops import head_dim, window
@@ -76,9 +77,10 @@ class TensorFolder:
     """The tensors of a folder by name, in one file or in the shards of an index."""
 
     def __init__(self, path: Path) -> None:
-        index = path / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        missing = [name for name in names if not (path / name).exists()]
+        index, names = path / "model.safetensors.index.json", ["model.safetensors"]
+        if index.exists():
+            names = sorted(set(files.read_json(index)["weight_map"].values()))
+        missing = [name for name in names if name != Path(name).name or not (path / name).exists()]
         if missing:
             raise ValueError(
                 f"{path} lacks {', '.join(missing)}: give a folder with model.safetensors, or with all shards and their index"
@@ -171,8 +173,8 @@ def read_config(path: Path) -> tuple[str, Model, Rope]:
         ValueError: config.json is missing, or describes an unsupported model; the message names the key.
     """
     try:
-        config = HFConfig(json.loads((path / "config.json").read_text()), path=path)
-    except (OSError, ValueError, TypeError) as error:
+        config = HFConfig(files.read_json(path / "config.json"), path=path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
     family = config.get("model_type")
     if family == "gpt2":

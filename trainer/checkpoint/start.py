@@ -139,11 +139,19 @@ class StartFinder:
         return initial_values(name, self.shapes[name], self.model, self.config.seed, start, stop)
 
     def _huggingface_values(self) -> Values:
-        """Return the reader of a folder of Hugging Face safetensors."""
+        """Return the reader of a folder of Hugging Face safetensors; check that every weight has the model's elements."""
         from ringspan.trainer.checkpoint import huggingface
 
         path, rope = Path(self.config.init_from).expanduser(), self.config.rope
-        values = huggingface.weight_reader(path, self.model, rope)
-        if self.distributed.rank == 0 and (warning := huggingface.rope_difference(path, rope)):
+        try:
+            values = huggingface.weight_reader(path, self.model, rope)
+            warning = huggingface.rope_difference(path, rope)
+            sizes = {name: shape.numel() for name, shape in self.shapes.items()}
+            wrong = [name for name, size in sizes.items() if len(values(name, "weight", size - 1, size + 1)) != 1]
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"init_from={str(path)!r} is damaged: {type(error).__name__}: {error}") from None
+        if wrong:
+            raise ValueError(f"init_from={str(path)!r} is damaged: {wrong[0]} has not the elements that config.json describes")
+        if warning and self.distributed.rank == 0:
             print(warning, flush=True)
         return values
