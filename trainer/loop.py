@@ -31,7 +31,6 @@ def train(run: Run) -> bool:
     batches = run.batches()
     next_batch = next(batches)
     num_labels = run.distributed.sum(torch.tensor(_num_labels(next_batch), dtype=torch.float64, device=run.device)).item()
-    num_bad = 0
     for step in range(position.step + 1, config.steps + 1):
         batch, sums = next_batch, Sums.zeros(len(run.data.names), run.device)
         with run.profile(step):
@@ -54,13 +53,14 @@ def train(run: Run) -> bool:
         position.step, position.applied = step, engine.applied
         position.samples += config.data.batch
         position.tokens += config.data.batch * config.data.length
-        num_bad = 0 if applied else num_bad + 1
+        run.num_bad = 0 if applied else run.num_bad + 1
         run.report(step, total, grad_norm, fraction * config.optim.lr, applied, num_labels)
         num_labels = total.next_labels
-        if num_bad >= config.debug.bad_steps:
+        if run.num_bad >= config.debug.bad_steps:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
-                f"the gradient was not finite in {num_bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
+                f"the gradient was not finite in {run.num_bad} steps in a row, "
+                f"the last of samples {samples[0]} to {samples[-1]}: "
                 f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
         last, stop = step == config.steps, total.stop
@@ -68,7 +68,7 @@ def train(run: Run) -> bool:
             stop = run.evaluate(step) is None
         due = config.checkpoint.every and step % config.checkpoint.every == 0
         if stop or due or (last and config.checkpoint.at_end):
-            run.save(num_bad)
+            run.save()
         if stop:
             return last
     return True

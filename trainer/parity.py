@@ -203,7 +203,7 @@ def _train(composed: compose.Composed) -> dict[str, Any]:
             gradients.update({name: (run.engine.read(name)["exp_avg"] / scale).flatten().tolist() for name in run.engine.names})
 
     run.report = report  # type: ignore[method-assign, assignment]
-    run.save = lambda num_bad: None  # type: ignore[method-assign]
+    run.save = lambda: None  # type: ignore[method-assign]
     train(run)
     run.close()
     return dict(losses=losses, gradients=gradients)

@@ -84,6 +84,7 @@ class Run:
         self.engine = Engine(config, self._build_model, start.values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
         self.position, self.unsaved = Position(), ""
+        self.num_bad = 0  # skipped steps in a row
         if source:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
@@ -180,15 +181,11 @@ class Run:
             self.tracker.log_table(step, table.title, table.labels, table.means)
         return report
 
-    def save(self, num_bad: int) -> None:
-        """Save a checkpoint, except within a streak of skipped steps. `unsaved` has the reason until a save succeeds.
-
-        Args:
-            num_bad: skipped steps in a row up to this one. Its weights may be the cause, and would replace good checkpoints.
-        """
+    def save(self) -> None:
+        """Save a checkpoint, except within a streak of skipped steps. `unsaved` has the reason until a save succeeds."""
         step = self.position.step
-        if num_bad:
-            self.unsaved = f"the gradient was not finite in the last {num_bad} steps"
+        if self.num_bad:  # the weights may be the cause, and would replace good checkpoints
+            self.unsaved = f"the gradient was not finite in the last {self.num_bad} steps"
             self.tracker.print(f"step {step}: no checkpoint is saved, the previous one remains: {self.unsaved}")
             return
         self.tracker.clock.pause()

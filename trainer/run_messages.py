@@ -77,10 +77,8 @@ def final_report(config: Config, folder: Path, step: int, last: Path | None, uns
     weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
     lines = [f"{path}/metrics.jsonl has every step, {path}/config.yaml the full config{weights}."]
     if unsaved:
-        return [
-            *lines,
-            f"Step {step} is not saved: {unsaved}. Free disk space; the same command continues from the last checkpoint.",
-        ]
+        remedy = "The" if "not finite" in unsaved else "Free disk space; the"
+        return [*lines, f"Step {step} is not saved: {unsaved}. {remedy} same command continues from the last checkpoint."]
     return [*lines, "Next steps:", *next_steps(config, path, last is not None)]
 
 

@@ -144,7 +144,8 @@ def _prune(folder: Path, options: Options) -> None:
     steps = sorted(int(match[1]) for path in folder.iterdir() if (match := NAME.search(path.name)))
     for step in steps[: -options.keep_last]:
         if not (options.keep_every and step % options.keep_every == 0):
-            files.discard(folder / f"step-{step:08d}")
+            with contextlib.suppress(OSError):  # the new checkpoint is complete; the next save tries again
+                files.discard(folder / f"step-{step:08d}")
 
 
 def _write_json(path: Path, content: Any) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def train_and_die(options: list[str], rank: int, point: int) -> None:
         count = faults.kill_at_operation(point)
         save = Run.save
 
-        def save_and_count(run: Run, num_bad: int) -> None:
-            save(run, num_bad)
+        def save_and_count(run: Run) -> None:
+            save(run)
             if not point:
                 (run.folder.parent / f"count-{rank}").write_text(str(count[0]))
                 os._exit(0)

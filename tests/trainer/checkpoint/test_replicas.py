@@ -26,6 +26,13 @@ def test_checksum_changes_with_every_bit_and_with_the_order(dtype: torch.dtype, 
     assert not torch.equal(checksum(weight.flip(0)), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksum_of_a_gpu_equals_the_cpus(dtype: torch.dtype) -> None:
+    weight = torch.randn(3 * replicas.CHUNK + 5).to(dtype)
+    assert torch.equal(checksum(weight.cuda()), checksum(weight))
+
+
 @pytest.mark.parametrize(
     ("world", "message"),
     [(3, "rank 2 has another w1 than the other ranks"), (2, "the ranks have different values of w1, and no majority")],
