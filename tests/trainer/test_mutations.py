@@ -27,7 +27,6 @@ from tests.trainer.checkpoint.test_checkpoint import newest
 from tests.trainer.checkpoint.test_kill_points import SMALL
 from tests.trainer.checkpoint.test_resume import lines, weights
 from tests.trainer.mutate import mutate
-from tests.trainer.test_run import run_train_command
 
 MESSAGES = (ValueError, OSError)  # programs print these as one message
 
@@ -166,6 +165,13 @@ def test_damaged_files_are_refused_or_valid(
     assert min(outcomes) > 0.1 * count, f"valid and refused: {outcomes}"
 
 
+def train_command(options: list[str]) -> None:
+    """Run a rank as `ringspan train` does, with its messages and exit code."""
+    from ringspan.trainer import train
+
+    raise SystemExit(train.run(compose.load(options)))
+
+
 SAMPLE = [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(150, marks=pytest.mark.faults)]
 
 
@@ -173,14 +179,14 @@ SAMPLE = [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(150, marks
 def test_runs_with_a_damaged_file_go_on_or_end_with_one_message(seed_run: Path, tmp_path: Path, count: int) -> None:
     options = [*SMALL, f"runs={tmp_path}", "steps=4", "tracking.log_every=1"]
     shutil.copytree(seed_run, tmp_path / "whole")
-    assert jobs.run_ranks(1, run_train_command, [*options, "name=whole"]) == [0]
+    assert jobs.run_ranks(1, train_command, [*options, "name=whole"]) == [0]
     expected = {line["step"]: line["loss"] for line in lines(tmp_path / "whole")}
     choose = random.Random(count)
     for number in range(count):
         run = Path(shutil.copytree(seed_run, tmp_path / f"run-{number}"))
         path = choose.choice([path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"])
         path.write_bytes(mutate(path.read_bytes(), choose))
-        (code,) = jobs.run_ranks(1, run_train_command, [*options, f"name={run.name}"], limit=60)
+        (code,) = jobs.run_ranks(1, train_command, [*options, f"name={run.name}"], limit=60)
         assert "Traceback" not in jobs.output, path
         assert code in (0, 2, 3), (code, path)
         if code == 0:
