@@ -352,13 +352,13 @@ def export(
             yield prefix + exported, (joined.T if locations[names[0]].transposed else joined).contiguous()
 
     buffer: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
+    shards: list[tuple[Path, list[str]]] = []
     total = 0
 
     def flush() -> None:
-        file = path / f"part-{len(files)}"
+        file = path / f"part-{len(shards)}"
         write(file, buffer, {"format": "pt"})
-        files.append((file, list(buffer)))
+        shards.append((file, list(buffer)))
         buffer.clear()
 
     for name, tensor in tensors():
@@ -368,15 +368,13 @@ def export(
         buffer[name] = tensor
         total += size
     flush()
-    if len(files) == 1:
-        files[0][0].rename(path / "model.safetensors")
+    if len(shards) == 1:
+        shards[0][0].rename(path / "model.safetensors")
     else:
-        names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-        for (file, _), name in zip(files, names, strict=True):
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        for (file, _), name in zip(shards, names, strict=True):
             file.rename(path / name)
-        index = {
-            tensor_name: name for (_, tensor_names), name in zip(files, names, strict=True) for tensor_name in tensor_names
-        }
+        index = {tensor_name: name for (_, group), name in zip(shards, names, strict=True) for tensor_name in group}
         text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=2)
         (path / "model.safetensors.index.json").write_text(text + "\n")
     write_config(path, model, rope, length, end, tensor.dtype)

@@ -26,7 +26,6 @@ from tests.trainer import faults, jobs
 from tests.trainer.checkpoint.test_checkpoint import newest
 from tests.trainer.checkpoint.test_kill_points import SMALL
 from tests.trainer.checkpoint.test_resume import lines, weights
-from tests.trainer.mutate import mutate
 
 MESSAGES = (ValueError, OSError)  # programs print these as one message
 
@@ -144,7 +143,7 @@ def test_damaged_files_are_refused_or_valid(
     for number in range(count):
         path, calls = targets[number % len(targets)]
         original = path.read_bytes()
-        damaged = mutate(original, choose)
+        damaged = faults.mutate(original, choose)
         path.write_bytes(damaged)
         for call in calls:
             refused = 0
@@ -185,7 +184,7 @@ def test_runs_with_a_damaged_file_go_on_or_end_with_one_message(seed_run: Path, 
     for number in range(count):
         run = Path(shutil.copytree(seed_run, tmp_path / f"run-{number}"))
         path = choose.choice([path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"])
-        path.write_bytes(mutate(path.read_bytes(), choose))
+        path.write_bytes(faults.mutate(path.read_bytes(), choose))
         (code,) = jobs.run_ranks(1, train_command, [*options, f"name={run.name}"], limit=60)
         assert "Traceback" not in jobs.output, path
         assert code in (0, 2, 3), (code, path)
