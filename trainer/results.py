@@ -41,6 +41,7 @@ from ringspan.trainer.planning.step_time import step_time
 DOCS = RESULTS.parent
 PROGRAM = "ringspan results"
 MIN_STEPS = 3  # for a median
+MAX_SIZE = 2**16  # ranks, layers
 LOCAL_OPTIONS = ("runs", "name", "data.cache", "checkpoint.resume")  # left out of a result's command
 PATH_OPTIONS = ("paths", "path", "init_from")  # their values are replaced by …
 Row = dict[str, Any]
@@ -78,8 +79,17 @@ def read(folder: Path) -> RecordedRun:
     for start in reversed(starts):  # starting a finished run again adds a start without a step
         began = datetime.fromisoformat(start["time"]).timestamp()
         if since := [step for step in steps if step["time"] >= began]:
+            _require_plausible(folder, run_folder.config_of(folder), start["ranks"])
             return RecordedRun(folder.resolve().name, folder, run_folder.config_of(folder), start, since, steps)
     raise ValueError(f"{folder}: this run has not finished a step: let it continue")
+
+
+def _require_plausible(folder: Path, config: Config, ranks: Any) -> None:
+    """Raise a ValueError for sizes of damaged records, for which the planner would run for hours."""
+    sizes = dict(ranks=ranks, layers=config.model.layers, ring=config.parallel.ring, ulysses=config.parallel.ulysses)
+    for name, size in (sizes | dict(data=config.parallel.data, micro_batch=config.data.micro_batch)).items():
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"{folder}: {name}={size} is no size of a run: its config.yaml or starts.jsonl is damaged")
 
 
 def measure(run: RecordedRun, skip: int) -> Row:

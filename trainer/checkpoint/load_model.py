@@ -57,8 +57,11 @@ class RestoredModel:
 
     def build(self, device: torch.device, dtype: torch.dtype) -> GPT:
         """Build the model in eval mode, with its weights on a device and in a dtype."""
-        with torch.device("meta"):
-            model = GPT(self.model, self.rope, seed=None)
+        try:
+            with torch.device("meta"):
+                model = GPT(self.model, self.rope, seed=None)
+        except (RuntimeError, OverflowError, TypeError) as error:  # torch's errors for sizes of a damaged state.json
+            raise ValueError(f"checkpoint={str(self.folder)!r}: state.json describes no model: {error}") from None
         self.reader.validate({name: tuple(weight.shape) for name, weight in model.named_parameters()}, optimizer="")
         model.set_rope_frequencies()
         weights = {name: self.weight(name).to(device, dtype) for name, _ in model.named_parameters()}
