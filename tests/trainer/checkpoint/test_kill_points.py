@@ -88,7 +88,7 @@ def operations_of_a_run(folder: Path) -> list[tuple[str, str, Path]]:
 
 def test_everything_is_flushed_before_it_is_renamed(tmp_path: Path) -> None:
     recorded = operations_of_a_run(tmp_path)
-    assert sum(operation == "rename" for _, operation, _ in recorded) >= 2 * 6
+    assert sum(operation == "rename" for _, operation, _ in recorded) >= 2 * 5
     assert faults.unsafe_renames(recorded) == []
 
 
