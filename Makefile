@@ -27,7 +27,7 @@ test: $(VENV)/.dev  ## everything a change can break; ARGS="-k mask" go to pytes
 test-all: $(VENV)/.dev  ## `make test` and the exhaustive sweeps
 	$(PYTEST) -m "not faults" $(ARGS)
 
-test-faults: $(VENV)/.dev  ## many seeded kills, mutations and resumes; about an hour on two cores
+test-faults: $(VENV)/.dev  ## every kill point, thousands of damaged files, 200 resumes; more than an hour, with fixed seeds
 	$(PYTEST) -m faults $(ARGS)
 
 compat: $(VENV)/.dev  ## compile the Hopper kernels with each supported Triton; needs a network, no GPU

@@ -78,7 +78,7 @@ def start(arguments: list[str], num_ranks: int) -> Outcome:
 
 def _is_finished(config: Config, folder: Path) -> bool:
     """Whether this run has finished. A named folder may hold a run with other options, which the ranks report."""
-    if config.checkpoint.resume == "none" or not (folder / run_folder.FINISHED).exists():
+    if config.checkpoint.resume == "none" or not run_folder.is_finished(folder):
         return False
     with contextlib.suppress(OSError, ValueError):
         return not config.name or run_folder.identity(run_folder.config_of(folder)) == run_folder.identity(config)

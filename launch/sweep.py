@@ -44,15 +44,23 @@ def outcome(folder: Path) -> dict[str, Any]:
     metrics: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
     with contextlib.suppress(OSError, ValueError):  # the run never started, or was killed during a write
         for line in run_folder.read_jsonl(folder / "metrics.jsonl"):
-            metrics.setdefault(line["kind"], []).append(line)
+            metrics.setdefault(str(line.get("kind")), []).append(line)
     steps, held_out = metrics["train"], metrics["held_out"]
-    losses = [line["loss"] for line in steps[-LAST:]]  # a loss that is not finite is null, because JSON has no NaN
+    losses = [_value(line, "loss") for line in steps[-LAST:]]  # a loss that is not finite is null, because JSON has no NaN
+    finite = [loss for loss in losses if loss is not None]
+    speeds = [speed for line in steps if (speed := _value(line, "tokens_per_s")) is not None]
     return {
-        "step": steps[-1]["step"] if steps else 0,
-        "loss": statistics.fmean(losses) if losses and None not in losses else None,
-        "held_out": held_out[-1]["loss"] if held_out else None,
-        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in steps) if steps else None,
+        "step": int(_value(steps[-1], "step") or 0) if steps else 0,
+        "loss": statistics.fmean(finite) if losses and len(finite) == len(losses) else None,
+        "held_out": _value(held_out[-1], "loss") if held_out else None,
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
     }
+
+
+def _value(line: dict[str, Any], key: str) -> float | None:
+    """A number of a line; None if the line lacks it, holds null, or was damaged into something else."""
+    value = line.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _first(*values: float | None) -> float:

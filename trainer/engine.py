@@ -164,6 +164,10 @@ class Engine:
         """Return the names of the moments that the optimizer keeps of a weight."""
         return MOMENTS["muon" if getattr(self._weight[name], "use_muon", False) else "adamw"]
 
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """Return the weights that every rank holds in full: all, except under ZeRO 3, which shards them."""
+        return [] if self.zero == 3 else [(name, weight.detach()) for name, weight in self.named]
+
     def read(self, name: str) -> dict[str, Tensor]:
         """Return a weight in fp32 ("weight") and its moments, each in full shape.
 

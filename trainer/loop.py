@@ -45,7 +45,7 @@ def _train(run: Run) -> bool:
     num_labels, difference = run.distributed.sum(torch.tensor(first, dtype=torch.float64, device=run.device)).tolist()
     if difference:
         raise DifferentSamples(run.explain_difference(next_batch))
-    num_bad, num_empty = 0, 0
+    num_empty = 0
     for step in range(position.step + 1, config.steps + 1):
         batch, sums = next_batch, Sums.zeros(len(run.data.names), run.device)
         with run.profile(step):
@@ -68,14 +68,15 @@ def _train(run: Run) -> bool:
         position.step, position.applied = step, engine.applied
         position.samples += config.data.batch
         position.tokens += config.data.batch * config.data.length
-        num_bad = 0 if applied else num_bad + 1
+        run.num_bad = 0 if applied else run.num_bad + 1
         num_empty = 0 if num_labels else num_empty + 1
         run.report(step, total, grad_norm, fraction * config.optim.lr, applied, num_labels)
         num_labels = total.next_labels
-        if num_bad >= config.debug.bad_steps:
+        if run.num_bad >= config.debug.bad_steps:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
-                f"the gradient was not finite in {num_bad} steps in a row, the last of samples {samples[0]} to {samples[-1]}: "
+                f"the gradient was not finite in {run.num_bad} steps in a row, "
+                f"the last of samples {samples[0]} to {samples[-1]}: "
                 f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
         if num_empty >= config.debug.bad_steps:
@@ -85,8 +86,7 @@ def _train(run: Run) -> bool:
                 f"look at end_token and the files of data.sources (a one-token document has no label); {run.how_to_continue()}"
             )
         if total.difference and step < config.steps:
-            if applied:
-                run.save()  # the weights have not been trained on these samples
+            run.save()  # the weights have not been trained on these samples
             raise DifferentSamples(run.explain_difference(next_batch))
         last, stop = step == config.steps, total.stop
         if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:

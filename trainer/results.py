@@ -18,6 +18,7 @@ import math
 import shlex
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import combinations
@@ -40,6 +41,7 @@ from ringspan.trainer.planning.step_time import step_time
 DOCS = RESULTS.parent
 PROGRAM = "ringspan results"
 MIN_STEPS = 3  # for a median
+MAX_SIZE = 2**16  # ranks, layers
 LOCAL_OPTIONS = ("runs", "name", "data.cache", "checkpoint.resume")  # left out of a result's command
 PATH_OPTIONS = ("paths", "path", "init_from")  # their values are replaced by …
 Row = dict[str, Any]
@@ -77,8 +79,17 @@ def read(folder: Path) -> RecordedRun:
     for start in reversed(starts):  # starting a finished run again adds a start without a step
         began = datetime.fromisoformat(start["time"]).timestamp()
         if since := [step for step in steps if step["time"] >= began]:
+            _require_plausible(folder, run_folder.config_of(folder), start["ranks"])
             return RecordedRun(folder.resolve().name, folder, run_folder.config_of(folder), start, since, steps)
     raise ValueError(f"{folder}: this run has not finished a step: let it continue")
+
+
+def _require_plausible(folder: Path, config: Config, ranks: Any) -> None:
+    """Raise a ValueError for sizes of damaged records, for which the planner would run for hours."""
+    sizes = dict(ranks=ranks, layers=config.model.layers, ring=config.parallel.ring, ulysses=config.parallel.ulysses)
+    for name, size in (sizes | dict(data=config.parallel.data, micro_batch=config.data.micro_batch)).items():
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"{folder}: {name}={size} is no size of a run: its config.yaml or starts.jsonl is damaged")
 
 
 def measure(run: RecordedRun, skip: int) -> Row:
@@ -288,10 +299,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _one_message(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """End the program with a message if a run cannot be reported, also if its records hold values of other types."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        parser.error(f"a run's metrics.jsonl or starts.jsonl is damaged ({type(error).__name__}: {error}): name other runs")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    try:
+    with _one_message(parser):
         runs = [read(folder) for folder in args.runs]
         if len({run.name for run in runs}) < len(runs):
             raise ValueError(f"{' '.join(map(str, args.runs))}: two runs have one name, and a result identifies runs by name")
@@ -305,10 +327,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot is not None:
             pyplot()  # reports a missing matplotlib before any work
         rows = [measure(run, args.skip) for run in runs]
-    except (ValueError, ImportError) as error:
-        parser.error(str(error))
-    differences, device = loss_differences(runs), slug(devices[0])
-    print(devices[0], *map(report, rows), *[report_differences(differences)] * bool(differences), sep="\n\n")
+        differences, device = loss_differences(runs), slug(devices[0])
+        text = [devices[0], *map(report, rows), *[report_differences(differences)] * bool(differences)]
+    print(*text, sep="\n\n")
     path = args.json
     if path is None and args.save is not None:
         path = RESULTS / f"{(args.save or 'train-' + device).removesuffix('.json')}.json"
@@ -325,7 +346,9 @@ def main(argv: list[str] | None = None) -> int:
     if path is not None:
         flags = ["--save", *([args.save] if args.save else [])] * (args.save is not None) + ["--plot"] * (picture is not None)
         command = shlex.join([*PROGRAM.split(), *(f"runs/{run.name}" for run in runs), "--skip", str(args.skip), *flags])
-        content = result(runs, rows, differences, command)
+        with _one_message(parser):
+            content = result(runs, rows, differences, command)
+            json.dumps(content, allow_nan=False)
         if picture is not None and picture.resolve().is_relative_to(DOCS.parent):
             content["plot"] = picture.resolve().relative_to(DOCS.parent).as_posix()
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,22 @@ import torch
 
 from ringspan.parallel.buffered_attention import BufferedAttention
 from ringspan.trainer import network, run_messages
-from ringspan.trainer.checkpoint import checkpoint, run_folder
+from ringspan.trainer.checkpoint import checkpoint, compatibility, run_folder
+from ringspan.trainer.checkpoint.reader import Position, Reader
+from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
+from ringspan.trainer.checkpoint.start import Start, StartFinder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.compose import Composed, ConfigError
 from ringspan.trainer.data import fingerprint
 from ringspan.trainer.data.dataset import Batch, Corpus, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
-from ringspan.trainer.engine import Engine, Values
+from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluate import Report, evaluate
 from ringspan.trainer.generate import generate
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, initial_values, row_functions
+from ringspan.trainer.model import GPT, row_functions
 from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
 from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
@@ -79,13 +82,18 @@ class Run:
         with torch.device("meta"):
             skeleton = self._build_model()
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
-        source = self._find_checkpoint()
-        values = self._weights(source)
-        distributed.call_on_all_ranks(partial(self._record_start, composed, source))
-        self.engine = Engine(config, self._build_model, values, self.device, self.accumulation)
+        start = StartFinder(composed, self.folder, self.model_config, self._shapes, distributed).find()
+        source = start.source
+        if source:
+            saved, accepted = source.state["model"].get("fingerprint", {}), config.checkpoint.changed
+            lines = fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted)
+            print(*[f"checkpoint.changed: {line}\n" for line in lines if not distributed.rank], sep="", end="", flush=True)
+        distributed.call_on_all_ranks(partial(self._record_start, composed, start))
+        self.engine = Engine(config, self._build_model, start.values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
-        self.position, self.unsaved = checkpoint.Position(), ""
+        self.position, self.unsaved = Position(), ""
         self._saved = source.position.step if source and source.folder.parent == self.folder / "checkpoints" else 0
+        self.num_bad = 0  # skipped steps in a row
         if source:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
@@ -190,20 +198,26 @@ class Run:
         return report
 
     def save(self) -> None:
-        """Save a checkpoint, unless this step is saved. After a failure `unsaved` has the reason, until a save succeeds."""
+        """Save a checkpoint, unless this step is saved, or skipped. `unsaved` has the reason until a save succeeds."""
         if self.position.step == self._saved:
             return
-        self.tracker.clock.pause()
         step = self.position.step
+        if self.num_bad:  # the weights may be the cause, and would replace good checkpoints
+            self.unsaved = f"the gradient was not finite in the last {self.num_bad} steps"
+            self.tracker.print(f"step {step}: no checkpoint is saved, the previous one remains: {self.unsaved}")
+            return
+        self.tracker.clock.pause()
         self.watchdog.update(step, "checkpoint")
         began = time.perf_counter()
-        described: dict[str, Any] = dict(
-            model=asdict(self.model_config), rope=asdict(self.config.rope), tokenizer=asdict(self.config.tokenizer)
-        )
-        described |= dict(length=self.config.data.length, tokens=run_messages.reads_foreign_tokens(self.config))
-        described["fingerprint"] = fingerprint.for_checkpoint(self.described_data)
         folder, options = self.folder / "checkpoints", self.config.checkpoint
-        self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
+        described = compatibility.describe(self.config, self.model_config)
+        described["fingerprint"] = fingerprint.for_checkpoint(self.described_data)
+        try:
+            self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
+        except ReplicasDifferError as error:
+            raise ReplicasDifferError(f"step {step}: {error}; nothing is saved; {self.how_to_continue()}") from None
+        if not self.unsaved:
+            self.tracker.log(step, dict(seconds=time.perf_counter() - began), kind="checkpoint")
         if self.unsaved:
             self.tracker.print(f"step {step}: the checkpoint cannot be written, the previous one remains: {self.unsaved}")
         elif time.perf_counter() - began > 5:
@@ -336,75 +350,18 @@ class Run:
         except MemoryError as error:
             raise ValueError(str(error)) from None
 
-    def _weights(self, source: checkpoint.Reader | None) -> Values:
-        """Return the reader of the weights that training starts from: a checkpoint, Hugging Face's, or a seed."""
-        distributed = self.distributed
-        if source:
-            distributed.call_on_all_ranks(lambda: source.validate(self._shapes, self.config.optim.kind))
-            saved, accepted = source.state["model"].get("fingerprint", {}), self.config.checkpoint.changed
-            if lines := fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted):
-                print(*[f"checkpoint.changed: {line}" for line in lines if not distributed.rank], sep="\n", flush=True)
-            return source.values
-        if self.config.init_from:
-            return distributed.call_on_all_ranks(self._huggingface_values)
-        return self._initial_values
-
-    def _initial_values(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        return initial_values(name, self._shapes[name], self.model_config, self.config.seed, start, stop)
-
-    def _huggingface_values(self) -> Callable[[str, str, int, int], torch.Tensor]:
-        """Return the reader of a folder of Hugging Face safetensors."""
-        from ringspan.trainer.checkpoint import huggingface
-
-        path, rope = Path(self.config.init_from).expanduser(), self.config.rope
-        values = huggingface.weight_reader(path, self.model_config, rope)
-        if self.distributed.rank == 0 and (warning := huggingface.rope_difference(path, rope)):
-            print(warning, flush=True)
-        return values
-
-    def _find_checkpoint(self) -> checkpoint.Reader | None:
-        """Return the checkpoint to resume from, if there is one: the run's newest, else the one of checkpoint.resume."""
-        resume, folder, notes = self.config.checkpoint.resume, self.folder / "checkpoints", []
-        path, damaged = checkpoint.find_newest(folder, self.distributed) if resume != "none" else (None, [])
-        if not path and resume != "none" and self.distributed.broadcast((self.folder / run_folder.FINISHED).exists()):
-            raise ConfigError(
-                f"name={self.config.name}: that run is finished, and nothing is left to continue from or to report on "
-                f"({'; '.join(damaged) or 'it has no checkpoint'}); choose another name, or take checkpoint.resume=none"
-            )
-        notes += [f"{text}; {'the previous one is used' if path else 'there is no previous one'}" for text in damaged]
-        if resume not in ("auto", "none"):
-            start = Path(resume).expanduser().resolve()
-            if path and path != start:
-                own = run_messages.short_path(path)
-                notes.append(
-                    f"checkpoint.resume={resume} is not used: {own} is this run's own; for another run choose a new name"
-                )
-            elif not path:
-                self._validate_start(start)
-                path = start
-        if self.distributed.rank == 0:
-            print(*notes, sep="\n", end="\n" * bool(notes), flush=True)
-        return self.distributed.call_on_all_ranks(partial(checkpoint.Reader, path)) if path else None
-
-    def _validate_start(self, path: Path) -> None:
-        """Check that the checkpoint is undamaged and that init_from does not name other weights."""
-        resume, init_from = self.config.checkpoint.resume, self.config.init_from
-        if init_from:
-            raise ConfigError(f"init_from={init_from}, checkpoint.resume={resume}: a run begins with one; leave out the other")
-        if problems := checkpoint.verify(path, self.distributed):
-            raise ConfigError(
-                f"checkpoint.resume={resume}: {'; '.join(problems)}; a checkpoint is a folder runs/NAME/checkpoints/step-…"
-            )
-
-    def _record_start(self, composed: Composed, source: checkpoint.Reader | None) -> None:
+    def _record_start(self, composed: Composed, start: Start) -> None:
         """Write the start to the run's folder on rank 0. Nothing rejects the run after this; a rejected run changes no file."""
         if self.distributed.rank:
             return
+        source = start.source
         step = source.position.step if source else 0
         if source and (warning := self._learning_rate_warning(source.folder.parent.parent, step)):
             print(warning, flush=True)
         device, plan = run_messages.device_name(self.device), str(self.planned.plan)
-        run_folder.record(self.folder, composed, self.distributed.world, device, step, plan)
+        if start.accepted:
+            print(f"checkpoint.changed accepts {', '.join(start.accepted.values())}", flush=True)
+        run_folder.record(self.folder, composed, self.distributed.world, device, step, plan, start.accepted)
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is renamed to {name}.bad", flush=True)
 
@@ -414,7 +371,7 @@ class Run:
             return learning_rate_jump(run_folder.config_of(folder), self.config, step)
         return ""
 
-    def _start_tracking(self, source: checkpoint.Reader | None) -> None:
+    def _start_tracking(self, source: Reader | None) -> None:
         config, distributed = self.config, self.distributed
         own = source is not None and source.folder.parent == self.folder / "checkpoints"
         run_id = self.position.run_id if own else ""  # a run that starts from another run's checkpoint has its own curves

@@ -1,6 +1,7 @@
 """Console text of a run: its description, data, resume note, final report and next commands."""
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ringspan.parallel.mesh import Mesh
+from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.config.mixture import BLOCK, only_shards
 from ringspan.trainer.config.schema import Config, Model
 from ringspan.trainer.data.dataset import Corpus, Dataset
@@ -75,10 +77,8 @@ def final_report(config: Config, folder: Path, step: int, last: Path | None, uns
     weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
     lines = [f"{path}/metrics.jsonl has every step, {path}/config.yaml the full config{weights}."]
     if unsaved:
-        return [
-            *lines,
-            f"Step {step} is not saved: {unsaved}. Free disk space; the same command continues from the last checkpoint.",
-        ]
+        remedy = "The" if "not finite" in unsaved else "Free disk space; the"
+        return [*lines, f"Step {step} is not saved: {unsaved}. {remedy} same command continues from the last checkpoint."]
     return [*lines, "Next steps:", *next_steps(config, path, last is not None)]
 
 
@@ -101,6 +101,29 @@ def how_to_continue(config: Config, last: Path | None) -> str:
         return f"the same name= continues after {last.name}"
     instead = " in place of init_from" if config.init_from else ""
     return f"checkpoint.resume={short_path(last)}{instead} continues from the last checkpoint"
+
+
+def no_checkpoint(composed: Composed, folder: Path, problem: str) -> str:
+    """Return the message of a start that finds no whole checkpoint where some were saved, with a command for each way on.
+
+    Args:
+        composed: config and overrides of the command.
+        folder: the run's folder.
+        problem: what is wrong with the checkpoints; may have several lines.
+    """
+    own = [text for text in composed.overrides if not text.startswith(("checkpoint.resume=", "name="))]
+    name = [text for text in composed.overrides if text.startswith("name=")]
+    start = f"{command()} launch"
+    return "\n".join(
+        [
+            f"{short_path(folder)}: no checkpoint is whole, so nothing is left to continue from:",
+            *(f"  {line}" for line in problem.splitlines()),
+            "Nothing was changed. The ways on:",
+            "  restore checkpoints/, mount its disk, or rename a step-….bad that is whole; then run the same command again",
+            f"  {start} {shlex.join([*own, *name, 'checkpoint.resume=none'])}   # from step 1; the old curve is kept",
+            f"  {start} {shlex.join([*own, 'name=NEW', 'checkpoint.resume=FOLDER'])}   # from another run's checkpoint",
+        ]
+    )
 
 
 def reads_foreign_tokens(config: Config) -> bool:

@@ -31,8 +31,9 @@ def run(composed: compose.Composed) -> int:
 
     Returns:
         0 if the run ended or was asked to stop, 1 if it failed or its last step is not saved. A run that cannot start exits
-        the process with code 2.
+        the process: with code 3 if none of its checkpoints is whole, else with code 2.
     """
+    from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
     from ringspan.trainer.data.cache import Damaged
     from ringspan.trainer.loop import DifferentSamples, TooManyBadSteps, train
     from ringspan.trainer.run import Run
@@ -47,7 +48,7 @@ def run(composed: compose.Composed) -> int:
             print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2)  # gloo's threads are running, and an ordinary exit would abort in them
+        os._exit(getattr(error, "exit_code", 2))  # gloo's threads are running, and an ordinary exit would abort in them
     except Exception as error:
         _crash(error)
     try:
@@ -58,7 +59,7 @@ def run(composed: compose.Composed) -> int:
             job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
         elif not job.unsaved:
             job.tracker.print("no step was completed; the same command starts again")
-    except (TooManyBadSteps, DifferentSamples) as error:
+    except (TooManyBadSteps, DifferentSamples, ReplicasDifferError) as error:
         job.tracker.print(f"stopped: {error}")
         job.signals.ignore_after_close()
         job.close(failed=True)

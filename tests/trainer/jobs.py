@@ -176,15 +176,18 @@ class FakeEngine:
         return tuple(self.values[name].shape)
 
     def moments(self, name: str) -> tuple[str, ...]:
-        return ("exp_avg",)
+        return ("exp_avg", "exp_avg_sq")
+
+    def replicas(self) -> list[tuple[str, Any]]:
+        return list(self.values.items())
 
     def read(self, name: str) -> dict[str, Any]:
-        return {"weight": self.values[name], "exp_avg": self.values[name] / 2}
+        return {"weight": self.values[name], "exp_avg": self.values[name] / 2, "exp_avg_sq": self.values[name] ** 2}
 
 
 def save_fake(folder: str, steps: list[int], keep_last: int = 5, die_at: str = "", die_rank: int = 0) -> None:
     """Save these steps; with `die_at`, kill `die_rank` at that point of the last save."""
-    from ringspan.trainer.checkpoint import checkpoint
+    from ringspan.trainer.checkpoint import checkpoint, reader
     from ringspan.trainer.config import schema, validate
     from ringspan.trainer.distributed import DistributedContext
 
@@ -197,7 +200,7 @@ def save_fake(folder: str, steps: list[int], keep_last: int = 5, die_at: str = "
             kill_at_call(die_at)
         engine: Any = FakeEngine(float(step))
         keep = schema.Checkpoint(keep_last=keep_last)
-        problem = checkpoint.save(Path(folder), engine, checkpoint.Position(step=step), {}, distributed, keep)
+        problem = checkpoint.save(Path(folder), engine, reader.Position(step=step), {}, distributed, keep)
         (Path(folder) / f"problem-{step}-{distributed.rank}").write_text(problem)
     distributed.close()
 

@@ -16,6 +16,7 @@ from ringspan.trainer.data.tokenizer import Bytes
 from ringspan.trainer.export import main as export_main
 from ringspan.trainer.generate import default_num_tokens, draw, generate, generate_texts, main
 from ringspan.trainer.model import GPT
+from tests.trainer import faults
 
 SHAPE = Model(vocabulary=320, layers=3, dim=32, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, init_std=0.3)
 GPT2 = dict(norm="layernorm", positions="learned", max_positions=64, activation="gelu", bias=True, kv_heads=4)
@@ -112,7 +113,7 @@ def save(folder: Path, model: GPT, options: TokenizerOptions | None = None, step
     safetensors.write(path / "weights.safetensors", {name: weight.detach() for name, weight in model.named_parameters()})
     described = dict(model=vars(model.config), rope=vars(model.rope), tokenizer=vars(options or TokenizerOptions()), length=128)
     (path / "state.json").write_text(json.dumps(dict(model=described | extra)))
-    (path / "manifest.json").write_text("{}")
+    faults.seal(path)
     return path
 
 
@@ -253,7 +254,7 @@ def test_learned_positions_limit_the_default_number_of_tokens(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("state.json", "is damaged: state.json: "), ("weights.safetensors", "is cut short")]
+    ("name", "message"), [("state.json", "is damaged: state.json is not readable: "), ("weights.safetensors", "is cut short")]
 )
 def test_error_of_a_damaged_checkpoint_names_the_previous_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str

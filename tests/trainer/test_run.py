@@ -72,6 +72,67 @@ def test_too_many_consecutive_bad_steps_end_the_run_and_name_the_samples(tmp_pat
     options = [f"runs={tmp_path}", "name=run", "steps=9", "debug.bad_steps=3", "checkpoint.every=1"]
     assert set(jobs.run_ranks(2, jobs.train, options, jobs.poison, [3, 4, 5])) == {1}
     assert "not finite in 3 steps in a row, the last of samples 16 to 19" in jobs.output
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    assert jobs.output.count("step 3: no checkpoint is saved, the previous one remains: the gradient was not finite") == 1
+
+
+def lose_weights(run: Any, step: int) -> None:
+    """Set a weight to NaN on the last rank after a step, which updates it."""
+    import torch
+
+    original = run.engine.step
+
+    def step_and_lose(fraction: float) -> Any:
+        result = original(fraction)
+        if run.position.step + 1 == step and run.distributed.rank == run.distributed.world - 1:
+            with torch.no_grad():
+                dict(run.engine.named)["layers.0.mlp.up.weight"].view(-1)[5] = math.nan
+        return result
+
+    run.engine.step = step_and_lose
+
+
+def test_lost_weights_are_not_saved(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=9", "engine.zero=0", "debug.bad_steps=3", "checkpoint.every=1"]
+    assert set(jobs.run_ranks(1, jobs.train, options, lose_weights, 4)) == {1}
+    assert (
+        "step 4: the checkpoint cannot be written, the previous one remains: rank 0: layers.0.mlp.up.weight is not"
+        in jobs.output
+    )
+    assert "step 5: no checkpoint is saved" in jobs.output and "step-00000003 is the last" not in jobs.output
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_run_without_a_whole_checkpoint_ends_with_code_3_and_keeps_its_curve(tmp_path: Path) -> None:
+    options, run = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"], tmp_path / "run"
+    assert jobs.run_ranks(1, run_train_command, options) == [0]
+    for path in run.glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    (run / "finished.json").unlink()
+    curve = (run / "metrics.jsonl").read_bytes()
+    assert jobs.run_ranks(2, run_train_command, options) == [3, 3]
+    assert jobs.output.count("no checkpoint is whole, so nothing is left to continue from") == 1
+    assert "checkpoint.resume=none   # from step 1" in jobs.output and "Traceback" not in jobs.output
+    assert (run / "metrics.jsonl").read_bytes() == curve
+    assert jobs.run_ranks(1, run_train_command, [*options, "checkpoint.resume=none"]) == [0]
+    assert (run / "metrics.jsonl.old").read_bytes() == curve and [line["step"] for line in lines(run)] == [1, 2]
+    assert sorted(path.name for path in (run / "checkpoints").glob("*.bad")) == ["step-00000001.bad", "step-00000002.bad"]
+
+
+def test_damaged_records_do_not_stop_a_run(tmp_path: Path) -> None:
+    options, run = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"], tmp_path / "run"
+    assert jobs.run_ranks(1, run_train_command, options) == [0]
+    (run / "finished.json").write_text("")
+    (run / "starts.jsonl").write_bytes(b"\xff\xfe" + (run / "starts.jsonl").read_bytes())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("7\n")
+    assert jobs.run_ranks(2, run_train_command, [*options, "steps=3"]) == [0, 0]
+    assert "finished.json is damaged, so the run counts as not finished; it is renamed to finished.json.bad" in jobs.output
+    assert "starts.jsonl: line 1 is damaged" in jobs.output and "Traceback" not in jobs.output
+    assert re.search(
+        r"metrics.jsonl: line \d+ is damaged; the file is renamed to metrics.jsonl.bad, and its other", jobs.output
+    )
+    assert [line["step"] for line in lines(run)] == [1, 2, 3] and json.loads((run / "finished.json").read_text())["steps"] == 3
 
 
 def test_console_output_and_recorded_start(tmp_path: Path) -> None:
@@ -279,9 +340,9 @@ def test_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 
 def test_start_that_cannot_be_recorded_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "run" / "starts.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     assert jobs.run_ranks(2, run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
-    assert jobs.output.count(f"Is a directory: '{tmp_path}/run/starts.jsonl'") == 1 and "Traceback" not in jobs.output
+    assert jobs.output.count(f"Is a directory: '{tmp_path}/run/config.yaml'") == 1 and "Traceback" not in jobs.output
 
 
 def test_finished_named_run_rejects_other_options(tmp_path: Path) -> None:
@@ -374,11 +435,16 @@ def test_repeated_report_appears_once_in_the_metrics(tmp_path: Path) -> None:
 def test_changed_options_of_a_continued_run_are_printed(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run"]
     assert jobs.run_ranks(1, run_train_command, [*options, "steps=1"]) == [0]
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=2", "rope.base=500", "seed=3"]) == [0]
-    assert (
-        "name=run: continues with other options: rope.base=500.0 (was 10000.0), seed=3 (was 0), steps=2 (was 1)" in jobs.output
-    )
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=3", "rope.base=500", "seed=3"]) == [0]
+    changes = ["steps=2", "rope.base=500", "seed=3", "optim.lr=1e-3"]
+    assert jobs.run_ranks(1, run_train_command, [*options, *changes]) == [2]
+    assert "other options than rope.base=500.0 (there 10000.0), seed=3 (there 0): take those, or accept" in jobs.output
+    assert "checkpoint.changed=[rope.base,seed]" in jobs.output
+    assert jobs.run_ranks(1, run_train_command, [*options, *changes, "checkpoint.changed=[rope,seed]"]) == [0]
+    assert "name=run: continues with other options: optim.lr=0.001 (was 0.003), rope.base=500.0 (was 10000.0)" in jobs.output
+    assert "checkpoint.changed accepts rope.base=500.0 (there 10000.0), seed=3 (there 0)" in jobs.output
+    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
+    assert set(start["changed"]) == {"rope.base", "seed"}
+    assert jobs.run_ranks(1, run_train_command, [*options, "steps=3", *changes[1:]]) == [0]
     assert "other options" not in jobs.output
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringspan.trainer import files
 from ringspan.trainer.checkpoint.safetensors import File, write
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.planning.flops import head_dim, window
@@ -76,9 +77,10 @@ class TensorFolder:
     """The tensors of a folder by name, in one file or in the shards of an index."""
 
     def __init__(self, path: Path) -> None:
-        index = path / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        missing = [name for name in names if not (path / name).exists()]
+        index, names = path / "model.safetensors.index.json", ["model.safetensors"]
+        if index.exists():
+            names = sorted(set(files.read_json(index)["weight_map"].values()))
+        missing = [name for name in names if name != Path(name).name or not (path / name).exists()]
         if missing:
             raise ValueError(
                 f"{path} lacks {', '.join(missing)}: give a folder with model.safetensors, or with all shards and their index"
@@ -171,8 +173,8 @@ def read_config(path: Path) -> tuple[str, Model, Rope]:
         ValueError: config.json is missing, or describes an unsupported model; the message names the key.
     """
     try:
-        config = HFConfig(json.loads((path / "config.json").read_text()), path=path)
-    except (OSError, ValueError, TypeError) as error:
+        config = HFConfig(files.read_json(path / "config.json"), path=path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
     family = config.get("model_type")
     if family == "gpt2":
@@ -350,13 +352,13 @@ def export(
             yield prefix + exported, (joined.T if locations[names[0]].transposed else joined).contiguous()
 
     buffer: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
+    shards: list[tuple[Path, list[str]]] = []
     total = 0
 
     def flush() -> None:
-        file = path / f"part-{len(files)}"
+        file = path / f"part-{len(shards)}"
         write(file, buffer, {"format": "pt"})
-        files.append((file, list(buffer)))
+        shards.append((file, list(buffer)))
         buffer.clear()
 
     for name, tensor in tensors():
@@ -366,15 +368,13 @@ def export(
         buffer[name] = tensor
         total += size
     flush()
-    if len(files) == 1:
-        files[0][0].rename(path / "model.safetensors")
+    if len(shards) == 1:
+        shards[0][0].rename(path / "model.safetensors")
     else:
-        names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-        for (file, _), name in zip(files, names, strict=True):
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        for (file, _), name in zip(shards, names, strict=True):
             file.rename(path / name)
-        index = {
-            tensor_name: name for (_, tensor_names), name in zip(files, names, strict=True) for tensor_name in tensor_names
-        }
+        index = {tensor_name: name for (_, group), name in zip(shards, names, strict=True) for tensor_name in group}
         text = json.dumps(dict(metadata=dict(total_size=total), weight_map=index), indent=2)
         (path / "model.safetensors.index.json").write_text(text + "\n")
     write_config(path, model, rope, length, end, tensor.dtype)

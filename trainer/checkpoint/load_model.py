@@ -1,6 +1,5 @@
 """Loads a model from a checkpoint, in one process and without an engine: for generation and export."""
 
-import json
 import re
 from pathlib import Path
 from typing import cast
@@ -8,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ringspan.trainer.checkpoint.checkpoint import Reader
-from ringspan.trainer.config import schema
+from ringspan.trainer.checkpoint.reader import Reader
+from ringspan.trainer.config import foreign, schema, validate
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.model import GPT
 
@@ -28,11 +27,23 @@ class RestoredModel:
     def __init__(self, path: str) -> None:
         self.folder = find_checkpoint(path)
         self.reader = open_reader(self.folder)
-        saved = self.reader.state["model"]
-        self.model = schema.Model(**saved["model"])
-        self.rope = schema.Rope(**saved["rope"])
-        self.length: int = saved["length"]
-        self.tokenizer_options = schema.TokenizerOptions(**saved["tokenizer"])
+        saved = self.reader.state.get("model")
+        where = f"checkpoint={str(self.folder)!r}: state.json"
+        if not isinstance(saved, dict):
+            raise ValueError(f"{where} describes no model")
+        self.model: schema.Model = foreign.to_schema(schema.Model, saved.get("model"), f"{where}: model")
+        self.rope: schema.Rope = foreign.to_schema(schema.Rope, saved.get("rope"), f"{where}: rope")
+        options = foreign.to_schema(schema.TokenizerOptions, saved.get("tokenizer"), f"{where}: tokenizer")
+        self.tokenizer_options: schema.TokenizerOptions = options
+        problems = [text for node in (self.model, self.rope, options) for text in validate.validate_values(node)]
+        self.length: int = length if type(length := saved.get("length")) is int else 0
+        if self.length < 1:
+            problems.append(f"length={length}: it must be a number of tokens")
+        layers = len({name.split(".")[1] for name in self.reader.names if name.startswith("layers.")})
+        if layers != self.model.layers:  # building the layers of a damaged number may take all memory
+            problems.append(f"model.layers={self.model.layers}: the files have {layers}")
+        if problems := problems or [*validate.validate_shape(self.model), *validate.validate_rope(self.rope)]:
+            raise ValueError(f"{where}: {'; '.join(problems)}")
         # With token shards and the default kind, bytes, the tokenizer is unknown. Older checkpoints have no `tokens`.
         self.has_tokenizer = not (saved.get("tokens", False) and self.tokenizer_options.kind == "bytes")
 
@@ -46,8 +57,12 @@ class RestoredModel:
 
     def build(self, device: torch.device, dtype: torch.dtype) -> GPT:
         """Build the model in eval mode, with its weights on a device and in a dtype."""
-        with torch.device("meta"):
-            model = GPT(self.model, self.rope, seed=None)
+        try:
+            with torch.device("meta"):
+                model = GPT(self.model, self.rope, seed=None)
+        except (RuntimeError, OverflowError, TypeError) as error:  # torch's errors for sizes of a damaged state.json
+            raise ValueError(f"checkpoint={str(self.folder)!r}: state.json describes no model: {error}") from None
+        self.reader.validate({name: tuple(weight.shape) for name, weight in model.named_parameters()}, optimizer="")
         model.set_rope_frequencies()
         weights = {name: self.weight(name).to(device, dtype) for name, _ in model.named_parameters()}
         if self.model.tied:
@@ -63,8 +78,7 @@ def open_reader(folder: Path) -> Reader:
     try:
         return Reader(folder)
     except (OSError, ValueError) as error:
-        in_state = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)  # safetensors.File names its file itself
-        problem = f"checkpoint={str(folder)!r} is damaged: {'state.json: ' * in_state}{error}"
+        problem = f"checkpoint={str(folder)!r} is damaged: {error}"
     for older in reversed([step for step in complete_checkpoints(folder.parent) if _number(step) < _number(folder)]):
         try:
             Reader(older)
@@ -97,3 +111,13 @@ def find_checkpoint(path: str) -> Path:
     raise ValueError(
         f"checkpoint={path!r} is no checkpoint and contains none: give a run's folder, or one of its step-… folders"
     )
+
+
+def own_checkpoint(path: str) -> Path | None:
+    """Return the checkpoint of ours that a path names, as in `find_checkpoint`; None for a folder in Hugging Face's format."""
+    if (Path(path).expanduser() / "config.json").exists():
+        return None
+    try:
+        return find_checkpoint(path)
+    except ValueError:
+        return None

@@ -7,6 +7,7 @@ run with the same options gets the suffix -2.
 
 import fcntl
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -20,14 +21,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from ringspan import ROOT
+from ringspan.trainer import files
+from ringspan.trainer.config import foreign
 from ringspan.trainer.config.compose import Composed, ConfigError
 from ringspan.trainer.config.help import RETIRED
 from ringspan.trainer.config.schema import Config
+from ringspan.trainer.monitoring import records
 
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
@@ -46,7 +46,7 @@ def choose(config: Config, number: int = 0) -> Path:
         return runs / config.name
     name = f"{config.model.name}-{config.data.length}-{hashlib.blake2b(identity(config).encode(), digest_size=3).hexdigest()}"
     if not number:
-        number = next(n for n in itertools.count(1) if not (runs / _numbered(name, n) / FINISHED).exists())
+        number = next(n for n in itertools.count(1) if not is_finished(runs / _numbered(name, n)))
     return runs / _numbered(name, number)
 
 
@@ -60,26 +60,38 @@ def identity(config: Config) -> str:
 
 def config_of(folder: Path) -> Config:
     """Return the config in a run's folder; raise a ValueError if this version cannot read it."""
-    try:
-        tree = OmegaConf.load(folder / "config.yaml")
-        for key in RETIRED:  # none of them defines the run
-            group, _, name = key.partition(".")
-            tree.get(group, {}).pop(name, None)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
-    except (OmegaConfBaseException, YAMLError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{folder / 'config.yaml'}: not a config of this version: {reason}") from None
-    assert isinstance(config, Config)
+    path = folder / "config.yaml"
+    tree = foreign.read_yaml(path)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: not a config of this version: it has no options")
+    for key in RETIRED:  # none of them defines the run
+        group, _, name = key.partition(".")
+        if isinstance(options := tree.get(group), dict):
+            options.pop(name, None)
+    config: Config = foreign.to_schema(Config, tree, str(path))
     return config
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of metrics.jsonl or starts.jsonl; raise a ValueError at a truncated one."""
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        try:
-            yield json.loads(text)
-        except ValueError:
-            raise ValueError(f"{path}: line {number} is cut short: resume the run, or delete that line") from None
+    for number, line in enumerate(records.read(path), 1):
+        if line is None:
+            raise ValueError(f"{path}: line {number} is cut short or damaged: resume the run, or delete that line")
+        yield line
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder has finished; a finished.json that cannot be read counts as absent."""
+    return finished_steps(folder) is not None
+
+
+def finished_steps(folder: Path) -> int | None:
+    """Return the number of steps in finished.json, None if it is absent or damaged."""
+    try:
+        steps = files.read_json(folder / FINISHED).get("steps")
+    except (OSError, ValueError):
+        return None
+    return steps if type(steps) is int else None
 
 
 def enter(composed: Composed) -> tuple[Path, IO[str]]:
@@ -94,7 +106,7 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
     try:
         folder = choose(config)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+")
+        lock = io.TextIOWrapper(io.BufferedRandom(files.open_append(folder / "lock")), errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -111,6 +123,9 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
         lock.flush()
+        if os.path.lexists(folder / FINISHED) and not is_finished(folder):
+            bad = records.set_aside(folder / FINISHED)
+            print(f"{folder / FINISHED} is damaged, so the run counts as not finished; it is renamed to {bad.name}", flush=True)
         _validate_options(folder, config)
         _report_repeat(folder, config)
     except OSError as error:
@@ -134,7 +149,8 @@ def _validate_options(folder: Path, config: Config) -> None:
         return
     changed = _changed(folder, config)
     text = ", ".join([*changed.values()][:5]) + ", …" * (len(changed) > 5)
-    finished = (folder / FINISHED).exists() and config.steps <= json.loads((folder / FINISHED).read_text())["steps"]
+    steps = finished_steps(folder)
+    finished = steps is not None and config.steps <= steps
     if changed and not finished and [*changed] != ["steps"] and any((folder / "checkpoints").glob("step-*[0-9]")):
         print(f"name={config.name}: continues with other options: {text}", flush=True)
     if changed and finished:
@@ -160,7 +176,9 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, item in node.items() for key, value in _flat(item, f"{prefix}.{name}".lstrip(".")).items()}
 
 
-def record(folder: Path, composed: Composed, world: int, device: str, step: int, plan: str) -> None:
+def record(
+    folder: Path, composed: Composed, world: int, device: str, step: int, plan: str, changed: dict[str, str] | None = None
+) -> None:
     """Record a start, after all validation: write config.yaml, and append overrides, ranks and versions to starts.jsonl.
 
     Args:
@@ -170,12 +188,13 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int,
         device: name of the device.
         step: step of the checkpoint that the run starts from; 0 without one.
         plan: the memory plan.
+        changed: options that differ from the checkpoint's and that checkpoint.changed accepts.
     """
+    if note := records.rewrite(folder / "starts.jsonl", lambda line: True):
+        print(note, flush=True)
     if step < composed.config.steps:  # the run trains, so it is not finished
         (folder / FINISHED).unlink(missing_ok=True)
-    part = folder / "config.yaml.part"
-    part.write_text(composed.yaml)
-    os.replace(part, folder / "config.yaml")  # on a full disk the previous file stays
+    files.replace(folder / "config.yaml", composed.yaml.encode())
     start = dict(
         time=datetime.now().astimezone().isoformat(" ", "seconds"),  # with the time zone, for readers elsewhere
         overrides=composed.overrides,
@@ -186,14 +205,14 @@ def record(folder: Path, composed: Composed, world: int, device: str, step: int,
         slurm_job=os.environ.get("SLURM_JOB_ID"),
         versions=versions(),
         git=git_state(folder),
+        **(dict(changed=changed) if changed else {}),
     )
-    with (folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps(start) + "\n")
+    records.append(folder / "starts.jsonl", start)
 
 
 def finish(folder: Path, report: dict[str, Any]) -> None:
     """Mark a run as finished, with its report."""
-    (folder / FINISHED).write_text(json.dumps(report, indent=1))
+    files.replace(folder / FINISHED, json.dumps(records.strict(report), indent=1, allow_nan=False).encode())
 
 
 def versions() -> dict[str, str]:
@@ -214,7 +233,7 @@ def git_state(folder: Path) -> dict[str, str]:
         return {}
     changes = _git("diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
     if changes:
-        (folder / "changes.patch").write_bytes(changes)
+        files.replace(folder / "changes.patch", changes)
     return dict(commit=commit, changed="changes.patch" if changes else "")
 
 

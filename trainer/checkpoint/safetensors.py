@@ -9,18 +9,21 @@ a rank never holds its whole shard in memory. The SHA-256 of the file is compute
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringspan.trainer import files
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # bytes; the format's own reader has the same limit
 
 
 class Writer:
@@ -46,7 +49,7 @@ class Writer:
         self._expected = list(shapes.items())
         self._hash = hashlib.sha256()
         self.size = 0
-        self._file = path.open("wb")
+        self._path, self._file = path, files.create(path)
         self._put(len(text).to_bytes(8, "little") + text)
 
     def add(self, tensor: Tensor) -> None:
@@ -61,8 +64,7 @@ class Writer:
     def close(self) -> None:
         """Flush the file to disk and close it."""
         assert not self._expected, f"{len(self._expected)} tensors were announced but not written"
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        files.sync(self._file, self._path)
         self._file.close()
 
     def abandon(self) -> None:
@@ -75,7 +77,7 @@ class Writer:
         return self._hash.hexdigest()
 
     def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+        files.write(self._file, self._path, data)
         self._hash.update(data)
         self.size += len(data) if isinstance(data, bytes) else data.nbytes
 
@@ -91,28 +93,61 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 class File:
     """The tensors of a file by name. Each is a view of the memory map, so its bytes are read on use.
 
+    The header must describe the file exactly: every tensor has the bytes of its dtype and shape, and tensors cover the rest of
+    the file without overlaps and gaps.
+
     Raises:
+        OSError: the path is no regular file.
         ValueError: the file is not in this format, or is truncated.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        size = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        with files.open_regular(self.path) as file:
+            size = self.path.stat().st_size
+            length = int.from_bytes(file.read(8) or b"", "little")
             if size < 8 or length > size - 8:
                 raise ValueError(f"{self.path} is no safetensors file: its header would end past its {size} bytes")
+            if length > MAX_HEADER:
+                raise ValueError(
+                    f"{self.path} is no safetensors file: its header has {length} bytes, at most {MAX_HEADER} are read"
+                )
             try:
-                header = json.loads(file.read(length))
-            except ValueError:
-                raise ValueError(f"{self.path} is no safetensors file: its header is not JSON") from None
+                header = files.parse_json(file.read(length) or b"")
+            except ValueError as error:
+                raise ValueError(f"{self.path} is no safetensors file: its header is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise ValueError(f"{self.path} is no safetensors file: its header is no JSON object")
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        self._entries = header
-        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if size < needed:
-            raise ValueError(f"{self.path} is cut short: {size} bytes of {needed}")
+        self._entries: dict[str, Any] = header
+        self._validate(size - 8 - length)
         self._start = 8 + length
-        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+        self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
+
+    def _validate(self, size: int) -> None:
+        """Raise a ValueError unless the header's tensors cover exactly `size` bytes, the rest of the file."""
+        ends = []
+        for name, entry in self._entries.items():
+            try:
+                dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+                numbers = [*shape, begin, end]
+            except (KeyError, TypeError, ValueError):
+                numbers = [None]
+            if any(type(x) is not int or x < 0 for x in numbers) or not isinstance(dtype, str) or not isinstance(shape, list):
+                raise ValueError(f"{self.path} is no safetensors file: {name} needs dtype, shape and data_offsets")
+            itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else None  # of an unknown dtype reading raises the error
+            if itemsize and end - begin != math.prod(shape) * itemsize:
+                raise ValueError(f"{self.path} is no safetensors file: {name} has {end - begin} bytes, not those of its shape")
+            ends.append((begin, end, name))
+        position = 0
+        for begin, end, name in sorted(ends):
+            if begin != position or end < begin:
+                raise ValueError(f"{self.path} is no safetensors file: the bytes of {name} overlap others, or follow a gap")
+            position = end
+        if size < position:
+            raise ValueError(f"{self.path} is cut short: {size} bytes of {position} after its header")
+        if size > position:
+            raise ValueError(f"{self.path} is no safetensors file: {size - position} bytes follow its last tensor")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -48,7 +48,9 @@ COUNT_TOKENS = ("data.length", "model.max_positions", "rope.original_length")
 
 
 class ConfigError(ValueError):
-    """A mistake in the user's options. Programs print only its text, without a traceback."""
+    """A mistake in the user's options. Programs print only its text, without a traceback, and exit with its code."""
+
+    exit_code = 2
 
 
 @dataclass
@@ -90,10 +92,10 @@ def main(
 
 
 def fail(program: str, error: Exception) -> NoReturn:
-    """Print an error on rank 0, and exit with code 2 on every rank."""
+    """Print an error on rank 0, and exit with its code, 2 for a wrong option, on every rank."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"{program}: {error}\n`{program} --help` lists every option.", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(getattr(error, "exit_code", 2))
 
 
 def load(

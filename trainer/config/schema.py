@@ -212,6 +212,7 @@ class Checkpoint:
     at_end: bool = option(True, "save after the last step; a stop signal always saves")
     keep_last: int = option(2, "number of newest checkpoints to keep", least=1)
     keep_every: int = option(0, "keep every checkpoint whose step is a multiple of this; 0: none", least=0)
+    max_file_mib: int = option(0, "largest file in MiB, unless one tensor is larger; 0: no limit", least=0)
     resume: str = option(
         "auto",
         "auto: newest valid one in the run's folder; none: start anew; a path (excludes init_from): used if it has none",
@@ -276,7 +277,9 @@ class Config:
     seed: int = option(0, "random seed of initial weights, data order and dropout", least=0)
     name: str = option("", "folder of the run under `runs`; empty: model, length and a hash of the options that define the run")
     runs: str = option("runs", "folder that holds the runs")
-    init_from: str = option("", "initial weights: a folder of Hugging Face safetensors (Llama, Qwen3, GPT-2)")
+    init_from: str = option(
+        "", "initial weights: a checkpoint of ours, or a folder of Hugging Face safetensors (Llama, Qwen3, GPT-2)"
+    )
     model: Model = group(Model, "shape of the GPT")
     rope: Rope = group(Rope, "rotary position embeddings")
     tokenizer: TokenizerOptions = group(TokenizerOptions, "the tokenizer")

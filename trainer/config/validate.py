@@ -3,6 +3,7 @@
 Each problem is one line, `option=value: what is wrong; what works`. All problems of a config are reported together.
 """
 
+import difflib
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from ringspan.trainer.checkpoint import compatibility
 from ringspan.trainer.config.mixture import BYTES_VOCABULARY, only_shards, shares, tokenizer_file
 from ringspan.trainer.config.schema import Config, Hardware, Model, Rope, Source
 from ringspan.trainer.memory.plan import KEYWORDS, parse
@@ -314,6 +316,14 @@ def _run(config: Config) -> Iterator[str]:
         yield f"name={config.name}: it must be a folder name without slashes; `runs` sets the folder above it"
     if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
         yield f"checkpoint.keep_every={checkpoint.keep_every}: it must be a multiple of checkpoint.every={checkpoint.every}"
+    known = compatibility.names(config)
+    for name in checkpoint.changed:
+        if name not in known:
+            near = "".join(f"; do you mean {close}?" for close in difflib.get_close_matches(name, known, 1))
+            yield (
+                f"checkpoint.changed=[{name}]: a checkpoint is not compared by that{near}; "
+                "groups and options of model, rope, tokenizer, data.sources, data.length, data.held_out and seed are"
+            )
     for name, steps in (("profile", debug.profile), ("memory", debug.memory)):
         if any(not 1 <= step <= config.steps for step in steps):
             yield f"debug.{name}={steps}: steps are counted from 1 to steps={config.steps}"

@@ -7,15 +7,15 @@ offline.
 
 import contextlib
 import json
-import math
-import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ringspan.trainer import files
 from ringspan.trainer.config.schema import Config
+from ringspan.trainer.monitoring import records
 
 
 class Tracker:
@@ -38,8 +38,9 @@ class Tracker:
         if not active:
             return
         path = folder / "metrics.jsonl"
-        _truncate(path, step, config.steps)
-        self.file = path.open("ab", buffering=0)
+        for note in _truncate(path, step, config.steps):
+            self.print(note)
+        self.file = files.open_append(path)
         self.pending = b""  # lines that a full disk has not taken yet
         if config.tracking.wandb != "disabled":
             self._start_wandb(step)
@@ -49,10 +50,10 @@ class Tracker:
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
-        """Write a step's metrics; `kind` is "train", "held_out" or "table"."""
+        """Write a step's metrics; `kind` is "train", "held_out", "table", "phase" or "checkpoint"."""
         if not self.active:
             return
-        line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | {k: _json_value(v) for k, v in values.items()}
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3)} | records.strict(values)
         self._write(json.dumps(line, allow_nan=False).encode() + b"\n")
         named = {f"{kind}/{key}": value for key, value in _scalars(values)}
         if self.wandb is not None:
@@ -203,26 +204,16 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
     return scalars
 
 
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else None  # JSON has no NaN
-    if isinstance(value, list):
-        return [_json_value(x) for x in value]
-    return {k: _json_value(v) for k, v in value.items()} if isinstance(value, dict) else value
+def _truncate(path: Path, step: int, steps: int) -> list[str]:
+    """Remove all lines after the checkpoint's step, and the report after the last step, which will be written again.
 
+    A curve that the run does not continue is kept under another name. Return lines for the console.
+    """
+    notes = []
+    if step == 0 and path.is_file() and any(line and line.get("kind") == "train" for line in records.read(path)):
+        notes.append(f"{path}: the steps of the earlier training are kept in {records.set_aside(path, '.old').name}")
 
-def _truncate(path: Path, step: int, steps: int) -> None:
-    """Remove all lines after the checkpoint's step, and the report after the last step, which will be written again."""
-    if not path.exists():
-        return
-    kept = []
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-            if line["step"] <= step and (line["kind"] == "train" or line["step"] < steps):
-                kept.append(text)
-        except (ValueError, KeyError):
-            continue  # the last line of a killed process
-    part = path.with_suffix(".part")
-    part.write_text("".join(text + "\n" for text in kept))
-    os.replace(part, path)
+    def keep(line: dict[str, Any]) -> bool:
+        return bool(line["step"] <= step and (line["kind"] in ("train", "checkpoint") or line["step"] < steps))
+
+    return [*notes, *filter(None, [records.rewrite(path, keep)])]

@@ -63,7 +63,9 @@ class Watchdog:
         path = self.folder / f"{self.rank}.json"
         try:
             part = path.with_suffix(".part")
-            part.write_text(json.dumps(state))
+            part.unlink(missing_ok=True)  # a planted link would be written through
+            with part.open("x") as file:
+                file.write(json.dumps(state))
             os.replace(part, path)
         except OSError:
             pass  # a full disk must not end a run that could continue

@@ -340,9 +340,9 @@ def working_set(
     swiglu = model.activation == "swiglu"
     if plan.keeps_everything:
         saved_widths, peak_widths = (3 if compiles(config, gpu, streamed=False) else 4, 6) if swiglu else (2, 3)
-        mlp = b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
+        peak = b * n * ((peak_widths - saved_widths) * model.mlp_dim + model.dim)
         attention = 4 * n * (sizes.heads + 2 * sizes.kv) + b * n * (2 * sizes.heads + 2 * sizes.kv + 2 * model.dim)
-        return max(mlp, attention + ring_buffers + exchanges * b * n * (2 * sizes.heads + 2 * sizes.kv))
+        return max(peak, attention + ring_buffers + exchanges * b * n * (2 * sizes.heads + 2 * sizes.kv))
     rows, h, k = chunk_rows(plan, sizes), *_group(config, plan, sizes)
     whole = rows == n and h == sizes.heads  # project's graph lasts until its backward
     mlp = counts.mlp / model.layers

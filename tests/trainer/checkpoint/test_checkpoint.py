@@ -9,34 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringspan.trainer.checkpoint import checkpoint
+from ringspan.trainer.checkpoint import checkpoint, share
+from ringspan.trainer.checkpoint.reader import Reader
 from tests.trainer import jobs
+from tests.trainer.faults import SingleRank
 
 # Ten points of a save: before the folder, the files, the flushes, the manifest, the rename and the pruning; and the rank.
 POINTS = [
-    ("shutil.rmtree", 0),
-    ("ringspan.trainer.checkpoint.checkpoint.Writer", 1),
+    ("ringspan.trainer.files.make_folder", 0),
+    ("ringspan.trainer.checkpoint.share.Writer", 1),
     ("ringspan.trainer.checkpoint.safetensors/Writer.add:2", 0),
     ("ringspan.trainer.checkpoint.safetensors/Writer.add:3", 1),
     ("os.fsync:1", 0),
     ("os.fsync:2", 1),
     ("ringspan.trainer.checkpoint.checkpoint._random_state", 0),
     ("ringspan.trainer.checkpoint.checkpoint._write_json:2", 0),
-    ("os.rename", 0),
+    ("os.replace", 0),
     ("ringspan.trainer.checkpoint.checkpoint._prune", 0),
 ]
-
-
-class SingleRank:
-    """A DistributedContext of one rank, without torch.distributed."""
-
-    rank, world = 0, 1
-
-    def gather(self, value):
-        return [value]
-
-    def broadcast(self, value):
-        return value
 
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:
@@ -46,7 +36,7 @@ def newest(folder: Path) -> tuple[str | None, list[str]]:
 
 def holds(folder: Path, name: str, step: int) -> bool:
     """Whether a checkpoint has the values that `jobs.save_fake` writes at this step."""
-    reader = checkpoint.Reader(folder / name)
+    reader = Reader(folder / name)
     values = jobs.FakeEngine(float(step)).values
     same = all(
         (reader.weight(n) == x).all() and reader.values(n, "exp_avg", 3, 5).eq(x[0, 0] / 2).all() for n, x in values.items()
@@ -206,8 +196,8 @@ class SlowWriter:
 
 
 def test_pending_writes_are_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_PENDING", 100)
-    background, writer = checkpoint._BackgroundWriter(), SlowWriter()
+    monkeypatch.setattr(share, "MAX_PENDING", 100)
+    background, writer = share.BackgroundWriter(), SlowWriter()
     for number, size in enumerate([30] * 9 + [300] + [30] * 9):  # the tensor of 300 bytes must wait alone
         background.add(writer, torch.full((size,), number, dtype=torch.uint8))  # type: ignore[arg-type]
         assert number + 1 - len(writer.written) <= (1 if size > 100 else 3)
@@ -221,7 +211,7 @@ def test_error_of_a_background_write_is_raised() -> None:
             super().add(tensor)
             raise ValueError(f"number {int(tensor[0])}")
 
-    background, writer = checkpoint._BackgroundWriter(), Broken()
+    background, writer = share.BackgroundWriter(), Broken()
     background.add(writer, torch.tensor([1]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="number 1"):
         background.close()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ringspan.trainer import export
-from ringspan.trainer.checkpoint import checkpoint, run_folder, safetensors
+from ringspan.trainer.checkpoint import reader, run_folder, safetensors
 from tests.trainer import jobs
-from tests.trainer.checkpoint.test_checkpoint import SingleRank
+from tests.trainer.faults import SingleRank
 
 
 def lines(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path: Path
     assert "continuing after step 2" in text
     after = lines(tmp_path / "run")
     assert [(x["step"], x["loss"]) for x in after] == [(x["step"], x["loss"]) for x in before]
-    assert checkpoint.verify(shard.parent, SingleRank()) == []  # type: ignore[arg-type]
+    assert reader.verify(shard.parent, SingleRank()) == []  # type: ignore[arg-type]
     assert "step-00000004 is renamed to step-00000004.bad" in text and Path(f"{shard.parent}.bad").is_dir()
 
 
