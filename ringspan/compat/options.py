@@ -64,7 +64,7 @@ def as_flash_result(result: Any, width: int) -> Tensor | tuple[Tensor, Tensor, N
     return (result[0][..., :width], result[1], None) if isinstance(result, tuple) else result[..., :width]
 
 
-def split_packed(name: str, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+def split_packed(name: str, x: Tensor, dim: int, count: int) -> Any:
     """Return the tensors that are stacked in dimension `dim` of qkv or kv.
 
     Raises:
