@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringspan.compat.ring_flash_attn.call import ring_options, size_and_rank
+from ringspan.compat.ring_flash_attn.call import reported_to_peers, ring_options, size_and_rank
 from ringspan.compat.ring_flash_attn.llama3 import PreparedStart, llama3_flash_attn_prepare_cu_seqlens, run_llama3
 from ringspan.hf.attention import layer_attention
 from ringspan.hf.masks import LayerMask, layer_mask
@@ -83,7 +83,8 @@ def create_ring_flash_attention_forward(process_group: dist.ProcessGroup, heads_
         deterministic: bool | None = None,
         **options: Any,
     ) -> Tensor:
-        _check_call(query_states, attention_mask, position_ids, options, process_group)
+        with reported_to_peers(process_group, query_states):
+            _check_call(query_states, attention_mask, position_ids, process_group)
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, -1 if is_causal else sliding_window - 1)
         known = ring_options(dropout, softmax_scale, is_causal, window, None, deterministic, False)
         known |= dict(softcap=softcap or 0.0, sinks=options.get("s_aux"))
@@ -186,9 +187,7 @@ def _accept_name(model_class: Any) -> None:
     model_class._check_and_adjust_attn_implementation = accept
 
 
-def _check_call(
-    q: Tensor, mask: LayerMask | None, position_ids: Tensor | None, options: dict[str, Any], group: dist.ProcessGroup
-) -> None:
+def _check_call(q: Tensor, mask: LayerMask | None, position_ids: Tensor | None, group: dist.ProcessGroup) -> None:
     """Raise a ValueError for what the ring cannot honour."""
     global _checks_left
     if "local_k_slice" not in DATA_PARAMS:
@@ -199,13 +198,14 @@ def _check_call(
         )
     if isinstance(mask, LayerMask) and mask.padded:
         raise ValueError("attention_mask has padding: leave it out, padding is a document of its own in cu_seqlens")
-    if options.get("past_key_values") is not None and options.get("use_cache"):
-        raise ValueError("use_cache=True: the ring keeps no keys; use_cache=False works, or use_ring_attn(False)")
     start = DATA_PARAMS["local_k_slice"].start
     if position_ids is None or position_ids.ndim != 2 or not isinstance(start, PreparedStart) or _checks_left <= 0:
         return
     _checks_left -= 1
-    begin = q.shape[1] * size_and_rank(group)[1]
+    size, rank = size_and_rank(group)
+    begin = q.shape[1] * rank
+    if q.shape[1] * size != start.boundaries[-1]:
+        return  # an error of its own
     document_start = max((b for b in start.boundaries[:-1] if b <= begin), default=0)
     if begin > document_start and int(position_ids[0, 0]) == 0:
         raise ValueError(
