@@ -75,7 +75,7 @@ def test_a_changed_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     def changed(query: Any, key: Any) -> None: ...
 
     monkeypatch.setattr(modeling_flash_attention_utils, "_flash_attention_forward", changed)
-    with pytest.raises(ValueError, match=r"transformers=.* has another interface .*query_states.* 5.24 is tested"):
+    with pytest.raises(ValueError, match=r"transformers=.* has another interface .*lacks query_states.* 5.24 is tested"):
         hf_adapter.substitute_hf_flash_attn(None, 1)  # type: ignore[arg-type]
 
 

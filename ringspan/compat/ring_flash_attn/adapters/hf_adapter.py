@@ -15,13 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringspan.compat.flash_name import NAME, accept_flash_attention_2
 from ringspan.compat.ring_flash_attn.call import reported_to_peers, ring_options, size_and_rank
 from ringspan.compat.ring_flash_attn.llama3 import PreparedStart, llama3_flash_attn_prepare_cu_seqlens, run_llama3
 from ringspan.hf.attention import layer_attention
 from ringspan.hf.masks import LayerMask, layer_mask
 from ringspan.hf.register import register
 
-NAME = "flash_attention_2"
 DATA_PARAMS: dict[str, Any] = {}  # of the last update_ring_flash_attn_params; other packages read it
 RING_ATTN_SWITCH = True
 CHECKED_FORWARDS = 64  # first layer calls, whose position_ids are checked: on a GPU that is a synchronisation
@@ -160,31 +160,16 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
 
     theirs = modeling_flash_attention_utils._flash_attention_forward
     missing = [name for name in PASSED if name not in inspect.signature(theirs).parameters]
-    if missing or not hasattr(modeling_utils.PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    if missing:
         raise ValueError(
-            f"transformers={transformers.__version__} has another interface for flash attention than Ringspan knows (missing: "
-            f"{missing or '_check_and_adjust_attn_implementation'}): 5.24 is tested"
+            f"transformers={transformers.__version__} has another interface for flash attention than Ringspan knows: "
+            f"_flash_attention_forward lacks {', '.join(missing)}; 5.24 is tested"
         )
     ours = create_ring_flash_attention_forward(process_group, heads_k_stride)[-1]
     modeling_flash_attention_utils._flash_attention_forward = ours
     modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME] = flash_attention_forward
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[NAME] = layer_mask
-    _accept_name(modeling_utils.PreTrainedModel)
-
-
-def _accept_name(model_class: Any) -> None:
-    """Let models load with the name where flash_attn is not installed: transformers would look for the package."""
-    check = model_class._check_and_adjust_attn_implementation
-    if getattr(check, "accepts_flash", False):
-        return
-
-    def accept(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation == NAME and self._supports_flash_attn:
-            return NAME
-        return check(self, attn_implementation, *args, **kwargs)
-
-    accept.accepts_flash = True  # type: ignore[attr-defined]
-    model_class._check_and_adjust_attn_implementation = accept
+    accept_flash_attention_2()
 
 
 def _check_call(q: Tensor, mask: LayerMask | None, position_ids: Tensor | None, group: dist.ProcessGroup) -> None:
