@@ -2,6 +2,9 @@
 
 import importlib
 import sys
+from importlib.util import find_spec
+
+from ringspan.compat.flash_name import accept_flash_attention_2
 
 PACKAGE = "ringspan.compat.ring_flash_attn"
 MODULES = ("", ".adapters", ".adapters.hf_adapter")
@@ -10,7 +13,9 @@ MODULES = ("", ".adapters", ".adapters.hf_adapter")
 def install() -> None:
     """Make `import ring_flash_attn`, in this process, import ringspan.compat.ring_flash_attn. Calling it again changes nothing.
 
-    For packages that import ring_flash_attn themselves. A script of your own changes its import instead.
+    For packages that import ring_flash_attn themselves. A script of your own changes its import instead. Where flash_attn is
+    not installed, models of transformers also load with attn_implementation="flash_attention_2" afterwards; they run after
+    substitute_hf_flash_attn, which such packages call.
 
     Raises:
         ValueError: Another ring_flash_attn has been imported already.
@@ -26,3 +31,5 @@ def install() -> None:
         )
     for name in MODULES:
         sys.modules["ring_flash_attn" + name] = importlib.import_module(PACKAGE + name)
+    if find_spec("flash_attn") is None and find_spec("transformers") is not None:
+        accept_flash_attention_2()
