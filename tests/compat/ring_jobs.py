@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.compat import ring_flash_attn
+from ringspan.compat.flash_attn import flash_attn_varlen_func
 from ringspan.compat.ring_flash_attn import exchange
 from ringspan.parallel import ring
 from tests.kernels.helpers.dense import boundaries, dense_varlen
@@ -62,19 +63,21 @@ def truth(case: CompatCase, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach().T} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
 
-def call(case: CompatCase, form: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def call(
+    case: CompatCase, form: str, q: Tensor, k: Tensor, v: Tensor, ranks: int, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """out (n, Hq, D) and lse (n, Hq) of this rank's rows."""
     function = getattr(ring_flash_attn, f"{case.function}_{form}")
     options, dim, positional = dict(case.options) | dict(return_attn_probs=True), 1, []
     if case.kind == "llama3":
-        whole = torch.tensor(boundaries(case.lengths), dtype=torch.int32)
+        whole = torch.tensor(boundaries(case.lengths), dtype=torch.int32, device=device)
         prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
         prepared = prepare(whole, options.get("causal", False), dist.get_rank() if ranks > 1 else 0, ranks)
         prepare(torch.tensor([0, 6 * ranks], dtype=torch.int32), True, 0, ranks)  # of another batch, in between
         options["heads_k_stride"], options["local_k_slice"] = 1, prepared[4]
         positional = [prepared[0].clone(), *prepared[1:4]]  # other packages move tensors to a device
     elif case.is_packed:
-        whole = torch.tensor(boundaries(case.lengths), dtype=torch.int32)
+        whole = torch.tensor(boundaries(case.lengths), dtype=torch.int32, device=device)
         positional = [whole if case.whole else whole // ranks, max(case.lengths)]
     else:
         q, k, v, dim = q[None], k[None], v[None], 2
@@ -108,6 +111,34 @@ def errors(cases: list[CompatCase]) -> dict[str, float]:
             gaps = [float((results[name] - x).abs().max()) for name, x in expected.items() if x.numel()]
             found[f"{case} {form}"] = max(gaps, default=0.0)
     return found
+
+
+def rms_errors(case: CompatCase) -> dict[str, tuple[float, float]]:
+    """RMS error against fp64 of a case on GPUs in bf16, and of one call of flash_attn's function on one GPU."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    total, (heads, kv_heads) = sum(case.lengths), case.heads
+    sizes = [(total, n, case.width) for n in (heads, kv_heads, kv_heads, heads)]
+    *inputs, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    cu_seqlens = torch.tensor(boundaries(case.lengths), dtype=torch.int32, device="cuda")
+    options = dict(case.options)
+
+    def run(call_one: Callable[..., Any], tensors: list[Tensor], gradient: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = call_one(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+    def single(*tensors: Tensor) -> Any:
+        return flash_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, total, total, **options)
+
+    one, exact = run(single, inputs, dout), run(single, [x.double() for x in inputs], dout.double())
+    shards = [shard(x, case, rank, ranks) for x in (*inputs, dout)]
+    results = run(lambda *x: call(case, "func", *x, ranks=ranks, device="cuda")[0], shards[:3], shards[3])
+    errors = {}
+    for name, mine, alone, true in zip(("out", "dq", "dk", "dv"), results, one, exact, strict=True):
+        expected, compared = shard(true, case, rank, ranks), shard(alone, case, rank, ranks)
+        errors[name] = tuple(float((x.double() - expected).square().mean().sqrt()) for x in (mine, compared))
+    return errors
 
 
 def count_launches(num_documents: int) -> tuple[int, int]:
@@ -158,3 +189,27 @@ def call_wrong(name: str, rank: int, change: dict[str, Any]) -> None:
     if rank in (-1, dist.get_rank()):
         arguments |= change
     getattr(ring_flash_attn, name)(**arguments)
+
+
+def baseline_gaps() -> list[float]:
+    """Largest differences of out and gradients of the benchmark's baseline to our function, in fp32."""
+    from ringspan.compat.bench import MergedRing, OwnKernel
+
+    torch.manual_seed(dist.get_rank())
+    q, k, v, dout = (torch.randn(1, 32, heads, WIDTH) for heads in (4, 2, 2, 4))
+    group, results = dist.group.WORLD, []
+    for call in (
+        lambda *x: ring_flash_attn.zigzag_ring_flash_attn_func(*x, causal=True, group=group),
+        lambda *x: MergedRing.apply(*x, OwnKernel, group),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = call(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+
+
+def run_bench(arguments: list[str]) -> int:
+    from ringspan.compat import bench
+    from ringspan.parallel.bench.__main__ import main
+
+    return main(arguments, bench.table())

@@ -55,7 +55,7 @@ def prepare(name: str, host: Host) -> Path:
     wanted = "\n".join([*constraints(), *BASE, *host.packages, *host.without_dependencies])
     if mark.exists() and mark.read_text() == wanted:
         return python
-    print(f"{name}: installing into {folder.relative_to(ROOT)}", flush=True)
+    print(f"{name}: installing into {folder}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     (folder / "constraints.txt").write_text("\n".join(constraints()))
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", folder / "constraints.txt"]
@@ -80,7 +80,7 @@ def run(name: str, host: Host) -> bool:
         (FOLDER / f"{name}.log").write_text(done.stdout + done.stderr)
         for line in dict.fromkeys(re.findall(r"^(?:E +|FAILED |ERROR ).*$", done.stdout, re.MULTILINE)):
             print(f"  {line[:400]}")
-        print(f"  the whole output is in .venv/hosts/{name}.log", flush=True)
+        print(f"  the whole output is in {FOLDER / name}.log", flush=True)
         return False
     return True
 
