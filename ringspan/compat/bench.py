@@ -66,7 +66,7 @@ class Hop(NamedTuple):
 
 
 def hops(rank: int, ranks: int, length: int) -> list[Hop]:
-    """Return the hops of a rank: its own block, blocks of earlier ranks (their first halves), blocks of later ranks."""
+    """Return the hops of a rank: the local block, blocks of earlier ranks (their first halves), blocks of later ranks."""
     whole, half = slice(0, length), length // 2
     first, second = slice(0, half), slice(half, length)
     earlier, later = Hop(whole, first, False), Hop(second, whole, False)
