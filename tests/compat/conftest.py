@@ -10,8 +10,8 @@ from tests.parallel.helpers.pool import Pool
 __all__ = ["pools"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def checking_ranks() -> Iterator[Pool]:
-    pool = Pool(2, timeout=20, environment={"RINGSPAN_CHECK": "1"})
+    pool = Pool(2, timeout=60, environment={"RINGSPAN_CHECK": "1"})
     yield pool
     pool.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.helpers.pool import Failed, Pool
+from tests.parallel.helpers.pool import Failed
 
 pytest.importorskip("transformers")
 
@@ -19,26 +19,19 @@ WHOLE = [0, 1, 18, 21, LENGTH]
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Any:
-    pool = Pool(2, timeout=60, environment={"RINGSPAN_CHECK": "1"})
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def test_packed_models_equal_dense_attention_on_one_rank(two_ranks, folder: Path) -> None:
+def test_packed_models_equal_dense_attention_on_one_rank(checking_ranks, folder: Path) -> None:
     """Loss, logits and gradients in fp64: plain, with windows, with softcap, with sinks."""
-    for errors in two_ranks(hf_jobs.ring_errors, ["llama", "mistral", "gemma2", "gpt-oss"], str(folder)):
+    for errors in checking_ranks(hf_jobs.ring_errors, ["llama", "mistral", "gemma2", "gpt-oss"], str(folder)):
         for name, (error, norm_error) in errors.items():
             assert error < 1e-10 and norm_error < 1e-6, f"{name}: {errors}"
 
 
-def test_models_run_on_one_rank_with_the_ring_switched_off(two_ranks, folder: Path) -> None:
-    for errors in two_ranks(hf_jobs.one_rank_errors, "mistral", str(folder)):
+def test_models_run_on_one_rank_with_the_ring_switched_off(checking_ranks, folder: Path) -> None:
+    for errors in checking_ranks(hf_jobs.one_rank_errors, "mistral", str(folder)):
         assert max(errors.values()) < 1e-10, errors
 
 
@@ -55,16 +48,16 @@ def test_models_run_on_one_rank_with_the_ring_switched_off(two_ranks, folder: Pa
         ),
     ],
 )
-def test_what_the_ring_cannot_honour_is_named(boundaries: Any, change: Any, message: str, two_ranks, folder: Path) -> None:
+def test_what_the_ring_cannot_honour_is_named(boundaries: Any, change: Any, message: str, checking_ranks, folder: Path) -> None:
     with pytest.raises(Failed) as failed:
-        two_ranks(hf_jobs.wrong_call, str(folder), boundaries, change)
+        checking_ranks(hf_jobs.wrong_call, str(folder), boundaries, change)
     assert all("ValueError" in error and message in error for error in failed.value.errors), failed.value
 
 
-def test_positions_of_a_shard_alone_are_refused(two_ranks, folder: Path) -> None:
+def test_positions_of_a_shard_alone_are_refused(checking_ranks, folder: Path) -> None:
     """A model without position_ids counts from 0 on every rank; rank 1 begins inside a document."""
     with pytest.raises(Failed) as failed:
-        two_ranks(hf_jobs.wrong_call, str(folder), [0, LENGTH], dict(position_ids=None))
+        checking_ranks(hf_jobs.wrong_call, str(folder), [0, LENGTH], dict(position_ids=None))
     message = "position_ids begin with 0, but this shard begins at token 18 of a document"
     assert all(message in error for error in failed.value.errors)
 

@@ -1,6 +1,5 @@
 """ringspan.compat.ulysses_sp through accelerate's sp_backend="deepspeed": against DeepSpeed's own classes, and what it adds."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +20,10 @@ from tests.parallel.helpers.pool import Failed, Pool
 CLOSE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    pool = Pool(2, timeout=100, environment={"RINGSPAN_CHECK": "1"})
-    yield pool
-    pool.close()
-
-
-def test_ten_steps_equal_those_of_deepspeeds_own_classes(two_ranks: Pool) -> None:
+def test_ten_steps_equal_those_of_deepspeeds_own_classes(checking_ranks: Pool) -> None:
     """Losses and gradients in fp32, DeepSpeed's with sdpa: our ring, our Ulysses, and a contiguous layout."""
     installs = [dict(ulysses=1), dict(ulysses=2), dict(layout="contiguous")]
-    for results in two_ranks(ulysses_jobs.compare_with_deepspeed, 10, installs, patience=300):
+    for results in checking_ranks(ulysses_jobs.compare_with_deepspeed, 10, installs, patience=300):
         assert max(max(result) for result in results) < CLOSE, results
 
 
@@ -45,7 +37,7 @@ def test_a_ring_of_ulysses_groups_equals_deepspeeds_own_classes() -> None:
         pool.close()
 
 
-def test_steps_that_deepspeeds_classes_refuse_equal_dense_attention(two_ranks: Pool) -> None:
+def test_steps_that_deepspeeds_classes_refuse_equal_dense_attention(checking_ranks: Pool) -> None:
     """Packed documents and windows, sinks, padding, softcap; a length that no number of ranks divides."""
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("mistral", dict(packed=True), dict(ulysses=1)),
@@ -53,12 +45,12 @@ def test_steps_that_deepspeeds_classes_refuse_equal_dense_attention(two_ranks: P
         ("mistral", dict(padded=True, length=29), dict(ulysses=2)),
         ("gemma2", dict(packed=True), dict(ulysses=2)),
     ]
-    for results in two_ranks(ulysses_jobs.compare_with_one_rank, cases, patience=300):
+    for results in checking_ranks(ulysses_jobs.compare_with_one_rank, cases, patience=300):
         assert max(max(result) for result in results) < CLOSE, results
 
 
-def test_evaluation_runs_on_one_rank(two_ranks: Pool) -> None:
-    assert max(two_ranks(ulysses_jobs.evaluate)) < 1e-5
+def test_evaluation_runs_on_one_rank(checking_ranks: Pool) -> None:
+    assert max(checking_ranks(ulysses_jobs.evaluate)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -69,9 +61,9 @@ def test_evaluation_runs_on_one_rank(two_ranks: Pool) -> None:
         ("mask", "attention_mask of a shard: padding is in position_ids; take the batches of"),
     ],
 )
-def test_a_batch_that_does_not_fit_is_named(change: str, message: str, two_ranks: Pool) -> None:
+def test_a_batch_that_does_not_fit_is_named(change: str, message: str, checking_ranks: Pool) -> None:
     with pytest.raises(Failed) as failed:
-        two_ranks(ulysses_jobs.forward_wrong, change)
+        checking_ranks(ulysses_jobs.forward_wrong, change)
     assert all("ValueError" in error and message in error for error in failed.value.errors), failed.value
 
 

@@ -99,7 +99,7 @@ def shard_positions(kind: str, lengths: list[int], size: int, rank: int) -> Tens
     return torch.repeat_interleave(offsets, counts) + torch.arange(int(counts.sum()))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # routes of a million tokens are 16 MB on the device
 def make_route(kind: str, boundaries: tuple[int, ...], num_tokens: int, size: int, rank: int, device: torch.device) -> Route:
     """Return a rank's route. The arguments are those of `document_lengths`.
 
