@@ -78,7 +78,7 @@ def run(name: str, host: Host) -> bool:
     print(f"{name} ({', '.join([*host.packages, *host.without_dependencies])}): {last}", flush=True)
     if done.returncode or "skipped" in last or "passed" not in last:
         (FOLDER / f"{name}.log").write_text(done.stdout + done.stderr)
-        for failure in re.split(r"^_{3,} .* _{3,}$", done.stdout, flags=re.MULTILINE)[1:]:
+        for failure in re.split(r"^_+ test_.* _+$", done.stdout, flags=re.MULTILINE)[1:]:
             reason = re.search(r"^E +(.*)$", failure, re.MULTILINE)
             print(f"  {reason[1] if reason else failure.strip().splitlines()[-1]}")
         print(f"  the whole output is in {FOLDER / name}.log", flush=True)
