@@ -1,5 +1,7 @@
 """ringspan.compat.ulysses_sp through accelerate's sp_backend="deepspeed": against DeepSpeed's own classes, and what it adds."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,13 @@ def test_steps_that_deepspeeds_classes_refuse_equal_dense_attention(checking_ran
     ]
     for results in checking_ranks(ulysses_jobs.compare_with_one_rank, cases, patience=300):
         assert max(max(result) for result in results) < CLOSE, results
+
+
+def test_transformers_trainer_has_the_losses_of_deepspeeds_own_classes(checking_ranks: Pool, tmp_path: Path) -> None:
+    expected = checking_ranks(ulysses_jobs.trainer_losses, str(tmp_path))
+    assert len(expected[0]) == 6 and expected[0][-1] < expected[0][0]
+    for losses in checking_ranks(partial(ulysses_jobs.trainer_losses, ulysses=1), str(tmp_path)):
+        assert losses == pytest.approx(expected[0], rel=CLOSE)
 
 
 def test_evaluation_runs_on_one_rank(checking_ranks: Pool) -> None:

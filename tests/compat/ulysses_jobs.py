@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -49,18 +50,23 @@ def reset() -> None:
     deepspeed_classes.UlyssesSPAttentionHF, deepspeed_classes.UlyssesSPDataLoaderAdapter = THEIRS
 
 
-def make_accelerator(sp_size: int, core: str) -> Accelerator:
+def make_parallelism(sp_size: int, core: str) -> ParallelismConfig:
+    """accelerate's config of sequence parallelism, and the environment that its launcher would set."""
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_TORCH_DEVICE="cpu")
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=core)
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=sp_size, sp_handler=handler)
+
+
+def make_accelerator(sp_size: int, core: str) -> Accelerator:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 0},
         "gradient_clipping": 0.0,
     }
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=core)
-    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=sp_size, sp_handler=handler)
+    parallelism = make_parallelism(sp_size, core)
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=parallelism)
 
 
@@ -132,6 +138,24 @@ def compare_with_deepspeed(steps: int, installs: list[dict[str, Any]]) -> list[t
     reference = train("llama", steps)
     assert len(reference[0]) == steps
     return [differences(reference, train("llama", steps, **options)) for options in installs]
+
+
+def trainer_losses(folder: str, **installed: Any) -> list[float]:
+    """Losses of six steps of transformers' Trainer. Without `installed`: DeepSpeed's classes."""
+    reset()
+    if installed:
+        ulysses_sp.install(**installed)
+    config = dict(zero_optimization=dict(stage=0), gradient_accumulation_steps="auto", train_batch_size="auto")
+    config |= dict(train_micro_batch_size_per_gpu="auto")
+    arguments = TrainingArguments(
+        folder, parallelism_config=make_parallelism(dist.get_world_size(), "sdpa"), deepspeed=config, max_steps=6,
+        per_device_train_batch_size=1, learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+        optim="sgd", lr_scheduler_type="constant", seed=3,
+    )  # fmt: skip
+    rows = [sample(i, False) for i in range(12)]
+    trainer = Trainer(make_model("llama", "sdpa", torch.float32), arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def compare_with_one_rank(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[tuple[float, float]]:
