@@ -58,7 +58,7 @@ class TorchKernel:
 
 
 class Hop(NamedTuple):
-    """What a rank computes in one hop of a zigzag ring: rows of its queries, rows of the keys that have arrived."""
+    """One rank's work in one hop of a zigzag ring: rows of its queries, and rows of the keys that have arrived."""
 
     rows: slice
     keys: slice

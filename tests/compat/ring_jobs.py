@@ -164,7 +164,7 @@ def count_launches(num_documents: int) -> tuple[int, int]:
 
 
 def dropout_pattern() -> Tensor:
-    """What dropout leaves of the weights of this rank's rows; ranks' generators differ."""
+    """The weights of this rank's rows after dropout; ranks' generators differ."""
     torch.manual_seed(dist.get_rank())
     n = 64 // dist.get_world_size()
     q, v = torch.zeros(1, n, 1, 64), torch.eye(64).reshape(1, dist.get_world_size(), n, 1, 64)[:, dist.get_rank()]

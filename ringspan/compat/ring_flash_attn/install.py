@@ -13,7 +13,7 @@ MODULES = ("", ".adapters", ".adapters.hf_adapter")
 def install() -> None:
     """Make `import ring_flash_attn`, in this process, import ringspan.compat.ring_flash_attn. Calling it again changes nothing.
 
-    For packages that import ring_flash_attn themselves. A script of your own changes its import instead. Where flash_attn is
+    For packages that import ring_flash_attn themselves. A script of your own changes its import instead. If flash_attn is
     not installed, models of transformers also load with attn_implementation="flash_attention_2" afterwards; they run after
     substitute_hf_flash_attn, which such packages call.
 
