@@ -11,7 +11,7 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 PYTEST  = $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all test-faults compat compat-hf lint format tables clean
+.PHONY: train test test-all test-faults compat compat-hf hosts lint format tables clean
 
 # `make train steps=5` would set a make variable that no recipe reads, so it is an error.
 KNOWN := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
@@ -35,6 +35,9 @@ compat: $(VENV)/.dev  ## compile the Hopper kernels with each supported Triton; 
 
 compat-hf: $(VENV)/.dev  ## run next to transformers and Hugging Face's kernels, from the checkout and from a wheel; needs a network
 	$(BIN)/python -m tests.compat_hf
+
+hosts: $(VENV)/.dev  ## trainers and packages that Ringspan plugs into, each in an environment of its own; ARGS="olmo-core" takes one; needs a network
+	$(BIN)/python -m tests.compat.hosts.environments $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -51,10 +51,16 @@ DEFAULTS = {
 
 
 def measure(
-    setting: Setting, names: list[str], context: BenchContext, rounds: int, rep: float, cycles: bool = False
+    setting: Setting,
+    names: list[str],
+    context: BenchContext,
+    rounds: int,
+    rep: float,
+    cycles: bool = False,
+    table: dict[str, Candidate] | None = None,
 ) -> list[Row]:
-    """Check and time candidates on one setting; return a row per candidate, equal on every rank."""
-    table = candidates()
+    """Check and time candidates of a table on one setting; return a row per candidate, equal on every rank."""
+    table = candidates() if table is None else table
     rows: list[Row] = [
         {
             "setting": setting.name,
@@ -148,7 +154,7 @@ def parse_tokens(text: str) -> int:
     return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(table: dict[str, Candidate]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node=4 -m ringspan.parallel.bench", description=(__doc__ or "").partition("\n")[0]
     )
@@ -162,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--documents", type=int, metavar="N", help="pack N documents of uneven lengths into the sequence of all ranks"
     )
-    parser.add_argument("--only", metavar="A,B", help=f"candidates to measure, of {', '.join(candidates())}")
+    parser.add_argument("--only", metavar="A,B", help=f"candidates to measure, of {', '.join(table)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on GPUs, fp32 on CPUs")
     parser.add_argument(
@@ -180,9 +186,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark on every rank; return 0, or 1 if a ring of ours is wrong."""
-    parser = _parser()
+def main(argv: list[str] | None = None, table: dict[str, Candidate] | None = None) -> int:
+    """Run the benchmark of a table of candidates on every rank; return 0, or 1 if a ring of ours is wrong."""
+    module = "ringspan.parallel.bench" if table is None else "ringspan.compat.bench"
+    table = candidates() if table is None else table
+    parser = _parser(table)
     args = parser.parse_args(argv)
     defaults = DEFAULTS[args.device]
     for name, value in defaults.items():
@@ -203,7 +211,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(
             f"--documents {args.documents}: each holds at least one token; 1 to {shortest}, the tokens of a rank, work"
         )
-    table = candidates()
     names = args.only.split(",") if args.only else [name for name, c in table.items() if args.device in c.devices]
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--only {','.join(unknown)}: the candidates are {', '.join(table)}")
@@ -226,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("RANK is not set: start the benchmark with torchrun --nproc-per-node=N")
         _start(args)
     try:
-        return _run(args, settings, names)
+        return _run(args, settings, names, table, module)
     finally:
         if owns_group:
             dist.destroy_process_group()
@@ -243,7 +250,7 @@ def _start(args: argparse.Namespace) -> None:
     dist.init_process_group("nccl", timeout=limit, device_id=torch.device("cuda", local))
 
 
-def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) -> int:
+def _run(args: argparse.Namespace, settings: list[Setting], names: list[str], table: dict[str, Candidate], module: str) -> int:
     ranks = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if args.device == "cuda" else torch.device("cpu")
     ring, ulysses = Mesh(ring=ranks, timeout=args.timeout), Mesh(ulysses=ranks, timeout=args.timeout)
@@ -256,17 +263,17 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str]) ->
         first = next(iter(rings), None)
         if first is None:
             raise ValueError(f"--only {args.only}: --trace draws a ring, and none is named; add ring-zigzag-p2p")
-        trace(candidates()[first].make, settings[0], context, args.trace, f"{first}, {settings[0].name}")
+        trace(table[first].make, settings[0], context, args.trace, f"{first}, {settings[0].name}")
         _log(f"written: {args.trace}")
         return 0
     is_first, about = dist.get_rank() == 0, machine(device)
     path = result_path(args.json, args.save, f"ring-{slug(about['device'])}")
     if is_first:
         print(about["device"], args.dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
-    result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks)}
+    result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks, module)}
     result |= {"settings": [], "rows": []}
     for setting in settings:
-        rows = measure(setting, names, context, args.rounds, args.rep, args.cycles)
+        rows = measure(setting, names, context, args.rounds, args.rep, args.cycles, table)
         result["settings"].append(asdict(setting) | {"name": setting.name, "kv_bytes": _kv_bytes(setting, args.dtype)})
         result["rows"] += rows
         if is_first:
@@ -283,14 +290,14 @@ def _kv_bytes(setting: Setting, dtype: str) -> int:
     return 2 * setting.tokens * setting.kv_heads * setting.head_dim * DTYPES[dtype].itemsize
 
 
-def _command(args: argparse.Namespace, ranks: int) -> str:
+def _command(args: argparse.Namespace, ranks: int, module: str) -> str:
     options = ["--tokens", *args.tokens, "--heads", *args.heads, "--head-dim", str(args.head_dim)]
     options += ["--window", str(args.window)] if args.window else []
     options += ["--sinks"] * args.sinks + (["--documents", str(args.documents)] if args.documents else [])
     options += ["--only", args.only] if args.only else []
     options += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
     options += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
-    return f"torchrun --nproc-per-node={ranks} -m ringspan.parallel.bench {shlex.join(options)}"
+    return f"torchrun --nproc-per-node={ranks} -m {module} {shlex.join(options)}"
 
 
 if __name__ == "__main__":
