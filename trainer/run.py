@@ -26,10 +26,11 @@ from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluate import Report, evaluate
 from ringspan.trainer.generate import generate
+from ringspan.trainer.layer import row_functions
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, row_functions
+from ringspan.trainer.model import GPT
 from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
 from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
