@@ -39,8 +39,8 @@ from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
 from ringspan.trainer.planning import flops
+from ringspan.trainer.planning.host_memory import free_host_memory_per_rank
 from ringspan.trainer.planning.machines import Machine, machine_of_run
-from ringspan.trainer.planning.memory import free_host_memory_per_rank
 from ringspan.trainer.planning.plans import PlannedStep, Planner
 
 
