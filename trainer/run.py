@@ -99,12 +99,28 @@ class Run:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
             source.restore_random()
+        elif config.optim.kind == "adamw":  # Muon's first step may begin from other moments than zeros
+            self.engine.allocate_moments()
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
         distributed.call_on_all_ranks(self._prepare_layers)
         host = self.streaming.kept.host_bytes if self.streaming else 0
         self.memory_use = MemoryUse(self.device, self.planned, host)
+        if config.debug.warm_up:
+            self._warm_up(config.debug.warm_up)
         self._start_tracking(source)
         self._watch_layer_boundaries()
+
+    def _warm_up(self, length: int) -> None:
+        """Run a forward and backward of the first `length` tokens. Their gradients are dropped."""
+        mesh, data = self.distributed.mesh, self.config.data
+        layout = mesh.layout(self.config.parallel.layout, length)
+        samples = [self.position.samples + n for n in samples_of(0, 0, data, mesh.data_rank, mesh.data)]
+        batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
+        self.attention.layout = layout
+        with self.engine.precision():
+            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs)[0]
+        torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
+        self.attention.layout = self.layout
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step: this rank's samples, and of each sample its positions."""

@@ -185,6 +185,15 @@ def test_memory_plans_change_no_number(
         assert pair[0] == (pair[1] if plan in ("none", "auto") else pytest.approx(pair[1], rel=1e-6))
 
 
+@pytest.mark.parametrize("zero, ranks", [(0, 1), (1, 2), (2, 2)])
+def test_warm_up_changes_no_number(tmp_path: Path, zero: int, ranks: int) -> None:
+    shared = [f"runs={tmp_path}", "steps=2", f"engine.zero={zero}", f"parallel.ring={ranks}", "debug.deterministic=true"]
+    for name, tokens in (("cold", 0), ("warm", 40)):
+        assert set(jobs.run_ranks(ranks, jobs.train, [*shared, f"name={name}", f"debug.warm_up={tokens}"])) == {0}
+    cold, warm = (lines(tmp_path / name) for name in ("cold", "warm"))
+    assert [(line["loss"], line["grad"]) for line in cold] == [(line["loss"], line["grad"]) for line in warm]
+
+
 def test_planned_and_measured_phases_are_written(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2", "engine.memory=x/2@1 outs=1@1"]
     assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
