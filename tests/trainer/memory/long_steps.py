@@ -104,8 +104,8 @@ def run(name: str, out: Path) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     predicted = json.loads(PREDICTIONS.read_text())[name]
     gpus, plan = predicted["gpus"], f"engine.memory={predicted['plan']}"
-    result: dict[str, Any] = dict(kind="long step", date=datetime.now(UTC).isoformat(timespec="seconds"), name=name, predicted=predicted)
-    result |= dict(device=torch.cuda.get_device_name(), phases=[])
+    result: dict[str, Any] = dict(kind="long step", date=datetime.now(UTC).isoformat(timespec="seconds"), name=name)
+    result |= dict(predicted=predicted, device=torch.cuda.get_device_name(), phases=[])
     begin, process = time.monotonic(), launch(name, gpus, [*predicted["options"], plan], out)
     while True:
         code = process.poll()
