@@ -112,11 +112,9 @@ class Run:
 
     def _warm_up(self, length: int) -> None:
         """Run a forward and backward of the first `length` tokens. Their gradients are dropped."""
-        mesh, data = self.distributed.mesh, self.config.data
-        layout = mesh.layout(self.config.parallel.layout, length)
-        samples = [self.position.samples + n for n in samples_of(0, 0, data, mesh.data_rank, mesh.data)]
+        mesh, samples = self.distributed.mesh, list(range(self.config.data.micro_batch))
+        self.attention.layout = layout = mesh.layout(self.config.parallel.layout, length)
         batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
-        self.attention.layout = layout
         with self.engine.precision():
             loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs)[0]
         torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
