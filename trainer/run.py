@@ -83,12 +83,9 @@ class Run:
         with torch.device("meta"):
             skeleton = self._build_model()
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
-        start = StartFinder(composed, self.folder, self.model_config, self._shapes, distributed).find()
+        finder = StartFinder(composed, self.folder, self.model_config, self._shapes, self.described_data, distributed)
+        start = finder.find()
         source = start.source
-        if source:
-            saved, accepted = source.state["model"].get("fingerprint", {}), config.checkpoint.changed
-            lines = fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted)
-            print(*[f"checkpoint.changed: {line}\n" for line in lines if not distributed.rank], sep="", end="", flush=True)
         distributed.call_on_all_ranks(partial(self._record_start, composed, start))
         self.engine = Engine(config, self._build_model, start.values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
@@ -104,7 +101,7 @@ class Run:
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
         distributed.call_on_all_ranks(self._prepare_layers)
         host = self.streaming.kept.host_bytes if self.streaming else 0
-        self.memory_use = MemoryUse(self.device, self.planned, host)
+        self.memory_use = MemoryUse(self.device, self.planned, host, is_warm=config.debug.warm_up > 0)
         if config.debug.warm_up:
             self._warm_up(config.debug.warm_up)
         self._start_tracking(source)

@@ -126,7 +126,7 @@ class Readers:
     def published(self) -> None:
         composed = compose.Composed(self.config, [], "")
         rank: Any = faults.SingleRank()
-        finder = StartFinder(composed, self.run.parent / "new", self.config.model, self.shapes, rank)
+        finder = StartFinder(composed, self.run.parent / "new", self.config.model, self.shapes, {}, rank)
         assert len(finder.find().values("norm.weight", "weight", 0, 3)) == 3
 
 
