@@ -132,7 +132,7 @@ def row_functions(config: Model) -> RowFunctions:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v
 
-    def finish(
+    def expand(
         x: Tensor,  # (B, n, dim)
         out: Tensor,  # (B, n, H, D)
         o_weight: Tensor,
@@ -143,16 +143,18 @@ def row_functions(config: Model) -> RowFunctions:
         gate_bias: Tensor | None,
         up_weight: Tensor,
         up_bias: Tensor | None,
-        down_weight: Tensor,
-        down_bias: Tensor | None,
-    ) -> Tensor:  # (B, n, dim)
+    ) -> tuple[Tensor, Tensor]:  # (B, n, dim) and (B, n, mlp_dim)
         hidden = x + F.linear(out.flatten(-2), o_weight, o_bias)
         x = norm(hidden, norm_weight, norm_bias)
         up = F.linear(x, up_weight, up_bias)
-        inner = gelu(up) if gate_weight is None else swiglu(F.linear(x, gate_weight, gate_bias), up)
+        return hidden, gelu(up) if gate_weight is None else swiglu(F.linear(x, gate_weight, gate_bias), up)
+
+    def finish(x: Tensor, out: Tensor, *weights: Any) -> Tensor:  # (B, n, dim)
+        *others, down_weight, down_bias = weights
+        hidden, inner = expand(x, out, *others)
         return hidden + F.linear(inner, down_weight, down_bias)
 
-    return RowFunctions(project, finish)
+    return RowFunctions(project, finish, expand)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

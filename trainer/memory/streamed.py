@@ -34,21 +34,13 @@ SHAPES = 32  # graphs of a row function: chunks and their rest, all or some head
 
 
 class RowFunctions(NamedTuple):
-    """project(x, cos, sin, *weights) → q, k, v and finish(x, out, *weights) → y; compiled or not."""
+    """The functions of rows; compiled or not."""
 
-    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    finish: Callable[..., Tensor]
-
-    def finish_backward(self, dy: Tensor, inputs: tuple[Tensor | None, ...], wanted: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of some inputs of `finish`, by index.
-
-        Compiled as one graph, it does not compute y, which saves the matmul of the down projection.
-        """
-
-        def finish(*values: Tensor) -> Tensor:
-            return self.finish(*(values[wanted.index(i)] if i in wanted else x for i, x in enumerate(inputs)))
-
-        return torch.func.vjp(finish, *(inputs[i] for i in wanted))[1](dy)
+    project: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (x, cos, sin, *weights) → q, k, v
+    finish: Callable[..., Tensor]  # (x, out, *weights) → y
+    expand: Callable[
+        ..., tuple[Tensor, Tensor]
+    ]  # finish without its last linear layer: (x, out, *weights[:-2]) → hidden, inner
 
 
 class LayerInputs(NamedTuple):
@@ -75,15 +67,13 @@ class Streaming:
         self, plan: MemoryPlan, num_layers: int, attention: Any, functions: RowFunctions, kept: KeptTensors | None = None
     ) -> None:
         self.plan, self.num_layers, self.attention, self.functions = plan, num_layers, attention, functions
-        self.finish_backward = functions.finish_backward
         self.kept = kept or KeptTensors(torch.device("cpu"), {})
 
     def compile(self, **options: Any) -> None:
         """Compile the row functions with torch.compile: a graph for each shape of a chunk serves all layers."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        functions = *self.functions, self.functions.finish_backward
-        compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in functions]
-        self.functions, self.finish_backward = RowFunctions(*compiled[:2]), compiled[2]
+        compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in self.functions]
+        self.functions = RowFunctions(*compiled)
 
     def run(self, layers: list[Any], inputs: list[LayerInputs], x: Tensor) -> Tensor:
         """Run consecutive layers; with gradients enabled, as one autograd function."""
@@ -158,6 +148,20 @@ class Streaming:
         out, lse = self._attend(layer, inputs, x)
         return self._finish(layer, x, out), out, lse
 
+    def _finish_backward(self, x: Tensor, out: Tensor, weights: Weights, dy: Tensor) -> list[Any]:
+        """Gradients of x, out and the weights. y, which they do not need, is not computed again."""
+        *others, down, bias = weights
+        x, out = (t.detach().requires_grad_() for t in (x, out))
+        with torch.enable_grad():
+            hidden, inner = self.functions.expand(x, out, *others)
+        assert down is not None
+        by_row = dy.flatten(0, -2)
+        d_down = by_row.T @ inner.detach().flatten(0, -2) if down.requires_grad else None
+        d_bias = by_row.sum(0) if bias is not None and bias.requires_grad else None
+        edges = [torch.autograd.graph.get_gradient_edge(each) for each in (hidden, inner)]
+        del hidden, inner  # the graph needs neither
+        return [*gradients(edges, [x, out, *others], [dy, dy @ down]), d_down, d_bias]
+
     def _backward(
         self, layer: Any, inputs: LayerInputs, x: Tensor, out: Tensor, lse: Tensor, dy: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -167,14 +171,12 @@ class Streaming:
         weights = layer.finish_weights()
         delta = torch.empty_like(lse)
         chunks = list(self._rows(x.shape[1]))
-        wanted = tuple(i for i, each in enumerate((x, out, *weights)) if each is not None and (i < 2 or each.requires_grad))
-        trained = [weights[i - 2] for i in wanted[2:]]
         for rows in chunks:
-            dx, dout, *grads = self.finish_backward(dy[:, rows], (x[:, rows], out[:, rows], *weights), wanted)
+            dx, dout, *grads = self._finish_backward(x[:, rows], out[:, rows], weights, dy[:, rows])
             dout = dout.contiguous()
             delta[:, :, rows] = output_delta(dout, out[:, rows].contiguous(), backend=self.attention.backend)
             dy[:, rows], out[:, rows] = dx, dout
-            sums.add(trained, grads)
+            sums.add(weights, grads)
             del dx, dout, grads
         options = layer.attention_options(inputs.seeds)
         if "sinks" in options:
@@ -206,7 +208,8 @@ class Streaming:
                     qkv = self.functions.project(x_rows, *rotation_rows(inputs, rows), *weights)
             else:
                 qkv, graph = graph, None  # type: ignore[assignment]
-            dx, *grads = gradients(qkv, [x_rows, *weights], [out[:, rows], dk[:, rows], dv[:, rows]])
+            into = [d[:, rows].reshape(each.shape) for d, each in zip((out, dk, dv), qkv, strict=True)]
+            dx, *grads = gradients(qkv, [x_rows, *weights], into)
             dy[:, rows] += dx
             sums.add(weights, grads)
             del qkv, dx, grads, x_rows
@@ -280,9 +283,8 @@ def rotation_rows(inputs: LayerInputs, rows: slice) -> tuple[Tensor | None, Tens
 
 def gradients(outputs: Any, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Any]:
     """torch.autograd.grad that allows None and frozen tensors among the inputs."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, [g.reshape(o.shape) for o, g in zip(outputs, grads, strict=True)]))
+    found = iter(torch.autograd.grad(outputs, wanted, grads))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 

@@ -132,10 +132,10 @@ class StepTimer:
         chunks = -(-self.rows // plan.rows) if plan.rows else 1
         weights, again = 6.0 * counts.matmuls, 0.0
         if not plan.keeps_everything:
-            # The backward computes both functions once more (compiled, finish without its last matmul); project a second
-            # time where heads or rows are split, again for attention without a kept out; finish again for each layer that
-            # leads to another one of its segment.
-            down = self.model.mlp_dim * self.model.dim * validate.compiles(self.config, self.target.gpu, streamed=True)
+            # The backward computes both functions once more, finish without its last matmul; project a second time where
+            # heads or rows are split, again for attention without a kept out; finish again for each layer that leads to
+            # another one of its segment.
+            down = self.model.mlp_dim * self.model.dim
             weights += 2 * layers * (self.project * (1 + (grouped or chunks > 1)) + self.finish - down)
             weights += 2 * (layers - plan.outs) * self.project
             weights += 2 * (layers - len(plan.segments(layers))) * self.finish

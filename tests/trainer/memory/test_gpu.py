@@ -107,13 +107,14 @@ def test_tensors_of_the_mlps_width(activation: str, compiled: bool) -> None:
         )
         layer: Any = GPT(shape).to(GPU, torch.bfloat16).layers[0]
         functions = row_functions(shape)
-        calls = [functions.finish, functions.finish_backward]
-        finish, finish_backward = [torch.compile(call, dynamic=False) for call in calls] if compiled else calls
+        streaming = Streaming(parse("x/1", shape), 1, None, functions)
+        if compiled:
+            streaming.compile()
         x, out = (torch.randn(1, ROWS // 64, *size, device=GPU, dtype=torch.bfloat16) for size in ((1024,), (8, 128)))
-        inputs = x, out, *layer.finish_weights()
-        wanted = tuple(i for i, each in enumerate(inputs) if each is not None)
+        weights = layer.finish_weights()
         with torch.no_grad():
-            peaks.append([peak_of(finish, *inputs), peak_of(finish_backward, torch.ones_like(x), inputs, wanted)])
+            backward = peak_of(streaming._finish_backward, x, out, weights, torch.ones_like(x))
+            peaks.append([peak_of(streaming.functions.finish, x, out, *weights), backward])
     config = config_of(4096)
     config.model.activation, config.engine.compile = activation, "on" if compiled else "off"
     per_tensor = 2048 * (ROWS // 64) * 2  # bytes of a tensor, for the difference of the widths

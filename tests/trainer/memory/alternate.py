@@ -1,7 +1,7 @@
 """Time training steps of two checkouts on the same GPUs, in turns within one job.
 
     git worktree add ../base COMMIT
-    python -m tests.trainer.alternate --base ../base --out steps.json 1b-128k gpt2-8k
+    python -m tests.trainer.memory.alternate --base ../base --out steps.json 1b-128k gpt2-8k
 
 Both checkouts load and compile side by side, then train in turns of a few steps, while the other waits between two steps with
 its GPU idle. So both see the same clocks and temperature, and each compiles once. A turn's first step is not counted.
