@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -21,11 +21,11 @@ from ringspan.trainer.checkpoint.start import Start, StartFinder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.compose import Composed, ConfigError
 from ringspan.trainer.data import fingerprint
-from ringspan.trainer.data.dataset import Batch, Corpus, open_parts, prefetch, samples_of
+from ringspan.trainer.data.dataset import Batch, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluate import Report, evaluate
-from ringspan.trainer.generate import generate
+from ringspan.trainer.generate import continue_held_out
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.memory.streamed import Streaming
@@ -34,6 +34,8 @@ from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
 from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
 from ringspan.trainer.monitoring.memory_use import MemoryUse
+from ringspan.trainer.monitoring.run_history import RunHistory
+from ringspan.trainer.monitoring.step_progress import StepProgress
 from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
@@ -63,7 +65,7 @@ class Run:
         self.signals = StopSignals()
         self.distributed = distributed = DistributedContext(config)
         self.device = distributed.device
-        self.folder, self._lock = self._enter_folder(composed)
+        self.folder, self._lock = run_folder.enter_on_all_ranks(composed, distributed)
         self.watchdog = Watchdog(self.folder, distributed.rank, distributed.world, config.debug.watchdog)
         self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(partial(open_parts, config))
         self.described_data = fingerprint.describe(self.data, self.tokenizer)
@@ -155,8 +157,10 @@ class Run:
         if phases := self.memory_use.step(step, seconds):
             values["phases"] = phases
         tracker.log(step, values)
+        self.history.add_step(values, tokens, total.source_labels)
         if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
-            tracker.print(tracking.line(step, config.steps, values, tracker.clock.remaining(step)))
+            values["loss"], values["source"] = self.history.recent()
+            tracker.print(tracking.line(step, config.steps, values, self.history.elapsed, tracker.clock.remaining(step)))
         if not applied:
             tracker.print(f"step {step}: the gradient is not finite; the step is skipped ({values['skipped']} so far)")
 
@@ -175,6 +179,7 @@ class Run:
 
     def evaluate(self, step: int) -> Report | None:
         """Evaluate on held-out data; None on all ranks if a stop signal interrupted it."""
+        began = time.perf_counter()
         self.tracker.clock.pause()
         self.model.eval()
         mesh = self.distributed.mesh
@@ -192,10 +197,30 @@ class Run:
         finally:
             self.model.train()
             self.tracker.clock.resume()
-        self.tracker.log(step, report.metrics(), kind="held_out")
+        seconds = time.perf_counter() - began
+        about = dict(batches=self.config.evaluate.batches, seconds=seconds)
+        self.tracker.log(step, report.metrics() | about, kind="held_out")
+        report.change = self.history.add_evaluation(step, report.loss, seconds)
         for table in report.tables:
             self.tracker.log_table(step, table.title, table.labels, table.means)
         return report
+
+    def evaluate_if_due(self, step: int) -> bool:
+        """Evaluate and print a sample, where the options ask for it; False if a stop signal interrupted it."""
+        options = self.config.evaluate
+        if options.every and options.batches and not step % options.every:
+            if (report := self.evaluate(step)) is None:
+                return False
+            self.tracker.print(run_messages.held_out_line(step, report))
+        if options.sample_every and step % options.sample_every == 0 and run_messages.can_sample(self.config):
+            self.tracker.clock.pause()
+            try:
+                self.tracker.print(self._sample())
+            except StepAbandoned:
+                return False
+            finally:
+                self.tracker.clock.resume()
+        return True
 
     def save(self) -> None:
         """Save a checkpoint, unless this step is saved, or skipped. `unsaved` has the reason until a save succeeds."""
@@ -206,6 +231,7 @@ class Run:
             self.unsaved = f"the gradient was not finite in the last {self.num_bad} steps"
             self.tracker.print(f"step {step}: no checkpoint is saved, the previous one remains: {self.unsaved}")
             return
+        self.progress.end_step()
         self.tracker.clock.pause()
         self.watchdog.update(step, "checkpoint")
         began = time.perf_counter()
@@ -216,6 +242,7 @@ class Run:
             self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(f"step {step}: {error}; nothing is saved; {self.how_to_continue()}") from None
+        self.history.seconds["saving"] += time.perf_counter() - began
         if not self.unsaved:
             self.tracker.log(step, dict(seconds=time.perf_counter() - began), kind="checkpoint")
         if self.unsaved:
@@ -228,17 +255,19 @@ class Run:
     def finish(self) -> None:
         """Evaluate after the last step, print the final report and mark the run as finished."""
         config, step = self.config, self.position.step
-        lines, metrics = [], {}
+        lines, metrics, report = [], {}, None
         if config.evaluate.batches:
             report = self.evaluate(step)
             if report is None:
                 return
             metrics = report.metrics()
             lines = run_messages.held_out_report(report)
-        if config.evaluate.sample and not run_messages.reads_foreign_tokens(config):
-            self.watchdog.update(step, "sample")
+        if run_messages.can_sample(self.config):
             with contextlib.suppress(StepAbandoned):
                 lines += [self._sample(), ""]
+        if self.distributed.rank == 0:
+            bits = run_messages.bits_per_byte(config, self.tokenizer, self.held_out, report)
+            lines += self.history.report(bits, run_messages.epochs(config, self.data, self.position.samples))
         lines += self.memory_use.report()
         lines += run_messages.final_report(config, self.folder, step, self._last_checkpoint(), self.unsaved)
         self.tracker.print("\n" + "\n".join(lines))
@@ -246,17 +275,18 @@ class Run:
             run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
 
     def out_of_memory(self) -> str:
-        """Return a message about an out-of-memory error: phase, planned and allocated bytes, and the next plan to try."""
+        """Return a message about an out-of-memory error: phase, bytes, and the next plan to try."""
         smaller = self._planner(self.machine).next_smaller(self.planned.plan)
         last = self._last_checkpoint()
         saved = f"{last.name} is the last checkpoint" if last else "no checkpoint was saved"
-        return f"{self.memory_use.out_of_memory(smaller)}; {saved}"
+        return f"{self.memory_use.out_of_memory(smaller, self.machine.memory)}; {saved}"
 
     def how_to_continue(self) -> str:
         return run_messages.how_to_continue(self.config, self._last_checkpoint())
 
     def close(self, failed: bool = False) -> None:
         layer_boundaries.activate(None)
+        self.progress.close()
         self.tracker.close(failed)
         self.distributed.barrier()  # a rank that exits with code 1 ends those that still upload their metrics
         self.watchdog.close()
@@ -270,37 +300,22 @@ class Run:
         rank, world, timeout = self.distributed.rank, self.distributed.world, self.distributed.timeout
         store = network.store_client(timeout) if world > 1 else None
         signals, seconds = self.signals, timeout.total_seconds()
-        layer_boundaries.activate(LayerBoundaries(rank, world, lambda: signals.stop, store, seconds))
+        boundaries = LayerBoundaries(rank, world, lambda: signals.stop, store, seconds)
+        layer_boundaries.activate(boundaries)
+        self.progress = StepProgress(self.model_config.layers, lambda: boundaries.crossed, self.tracker.print, rank == 0)
 
     def _last_checkpoint(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
 
     def _sample(self) -> str:
         """Continue a held-out text. All ranks draw the same tokens: under ZeRO 3 each layer's weights are gathered for all."""
-        config = self.config
-        text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
-        prompt = self.held_out.windows([(text, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
-        num_tokens = min(config.evaluate.sample, config.data.length - len(prompt))
+        self.watchdog.update(self.position.step, "sample")
         self.model.eval()
         # The cache counts tokens in Python: compiled layers would be recompiled for every token.
         with self.engine.precision(), torch.compiler.set_stance("force_eager"):
-            options = dict(temperature=config.evaluate.temperature, size=self.tokenizer.size)
-            out = generate(self.model, prompt, num_tokens, **options)
+            text = continue_held_out(self.model, self.held_out, self.tokenizer, self.config)
         self.model.train()
-        return "A held-out text; the model continues after the bar:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))
-
-    def _enter_folder(self, composed: Composed) -> tuple[Path, IO[str] | None]:
-        """Make and lock the run's folder on rank 0; all ranks get its path, or the same error."""
-        folder, lock, problem = None, None, ""
-        if self.distributed.rank == 0:
-            try:
-                folder, lock = run_folder.enter(composed)
-            except ConfigError as error:
-                problem = str(error)
-        path, problem = self.distributed.broadcast((str(folder), problem))
-        if problem:
-            raise ConfigError(problem)
-        return Path(path), lock
+        return text
 
     def _build_model(self) -> GPT:
         model = GPT(self.model_config, self.config.rope, self.attention, seed=None)
@@ -319,15 +334,17 @@ class Run:
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world))
         name = distributed.broadcast(run_messages.device_name(self.device))
         target = machine_of_run(name, gpu, memory, host, ranks_per_host)
-        planner, plan = self._planner(target), {}
+        planner, plan, refusal = self._planner(target), {}, ""
         if distributed.rank == 0:
             planned = planner.choose()
-            plan = asdict(planned.plan)
-            if warning := planner.misfit(planned):
-                print(
-                    f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True
-                )
-        return planner.step(MemoryPlan(**distributed.broadcast(plan))), target
+            plan, refusal = asdict(planned.plan), planner.refusal(planned)
+            if not refusal and (warning := planner.misfit(planned)):
+                text = f"memory: the plan does not fit, so the run may run out of memory: {warning}"
+                print(text, file=sys.stderr, flush=True)
+        plan, refusal = distributed.broadcast((plan, refusal))
+        if refusal:
+            raise ConfigError(refusal)
+        return planner.step(MemoryPlan(**plan)), target
 
     def _planner(self, machine: Machine) -> Planner:
         return Planner(replace(self.config, model=self.model_config), self.distributed.world, machine)
@@ -356,8 +373,10 @@ class Run:
             return
         source = start.source
         step = source.position.step if source else 0
-        if source and (warning := self._learning_rate_warning(source.folder.parent.parent, step)):
-            print(warning, flush=True)
+        if source:
+            with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
+                if warning := learning_rate_jump(run_folder.config_of(source.folder.parent.parent), self.config, step):
+                    print(warning, flush=True)
         device, plan = run_messages.device_name(self.device), str(self.planned.plan)
         if start.accepted:
             print(f"checkpoint.changed accepts {', '.join(start.accepted.values())}", flush=True)
@@ -365,17 +384,12 @@ class Run:
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is renamed to {name}.bad", flush=True)
 
-    def _learning_rate_warning(self, folder: Path, step: int) -> str:
-        """Compare the learning rate with that of the run in `folder`, which wrote the checkpoint: this run or another."""
-        with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
-            return learning_rate_jump(run_folder.config_of(folder), self.config, step)
-        return ""
-
     def _start_tracking(self, source: Reader | None) -> None:
         config, distributed = self.config, self.distributed
         own = source is not None and source.folder.parent == self.folder / "checkpoints"
         run_id = self.position.run_id if own else ""  # a run that starts from another run's checkpoint has its own curves
         self.tracker = tracking.Tracker(config, self.folder, distributed.rank == 0, run_id, self.position.step)
+        self.history = RunHistory(self.folder)
         self.position.run_id = distributed.broadcast(self.tracker.run_id)
         description = run_messages.description(config, self.model_config, distributed.mesh, distributed.world, self.device)
         corpora = run_messages.corpus_lines(config, self.data, self.held_out)

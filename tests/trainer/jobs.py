@@ -110,13 +110,6 @@ def train_plain(options: list[str], hook: Callable[..., None] | None = None, *ar
     run.close()
 
 
-def train_with_one_mebibyte(options: list[str]) -> None:
-    from ringspan.trainer.monitoring import profiling
-
-    profiling.rank_memory = lambda device: 2**20
-    train(options)
-
-
 def kill_after(run: Any, step: int) -> None:
     """Kill every rank with SIGKILL after this step's line is written."""
     report = run.report

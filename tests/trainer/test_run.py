@@ -138,7 +138,7 @@ def test_damaged_records_do_not_stop_a_run(tmp_path: Path) -> None:
 def test_console_output_and_recorded_start(tmp_path: Path) -> None:
     assert jobs.run_ranks(2, jobs.train, [f"runs={tmp_path}", "name=run", "steps=2"]) == [0, 0]
     text = jobs.output
-    pattern = r"step 2/2  loss \d\.\d{3}  grad \d+\.\d\d  lr \d\.\de-\d+  [\d.]+k? tok/s  [\de.-]+ TFLOP/s  ETA 0s"
+    pattern = r"step 2/2  loss \d\.\d{3}  grad \d+\.\d\d  lr \d\.\de-\d+  [\d.]+k? tok/s  [\de.-]+ TFLOP/s  \d+s, ETA 0s"
     assert re.search(pattern, text), text
     assert "data 1 × ring 2 × ulysses 1, ZeRO 1" in text and "Next steps:" in text
     start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
@@ -147,10 +147,34 @@ def test_console_output_and_recorded_start(tmp_path: Path) -> None:
     assert "steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_too_little_memory_is_a_warning_on_one_rank(tmp_path: Path) -> None:
-    assert jobs.run_ranks(2, jobs.train_with_one_mebibyte, [f"runs={tmp_path}", "name=run", "steps=1"]) == [0, 0]
+def train_with_one_mebibyte(options: list[str]) -> None:
+    from ringspan.trainer.monitoring import profiling
+
+    profiling.rank_memory = lambda device: 2**20
+    run_train_command(options)
+
+
+def test_far_too_little_memory_is_refused_and_a_warning_if_ignored(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=1"]
+    assert jobs.run_ranks(2, train_with_one_mebibyte, options) == [2, 2]
+    assert jobs.output.count("a run that needs more than 1.5 × the memory at hand is not started") == 1
+    assert "engine.memory='x/1 outs=0' lacks" in jobs.output and not (tmp_path / "run").exists()
+    assert jobs.run_ranks(2, train_with_one_mebibyte, [*options, "hardware.ignore_plan=true"]) == [0, 0]
     assert jobs.output.count("memory: the plan does not fit, so the run may run out of memory: engine.memory=") == 1
     assert "GiB on each rank (it needs" in jobs.output
+
+
+def test_evaluations_and_samples_during_a_run_are_shown(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=5", "evaluate.every=2", "evaluate.sample=4", "evaluate.sample_every=3"]
+    assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
+    text = jobs.output
+    assert re.search(r"step 2: held-out loss \d\.\d{3}  text \d", text), text
+    assert re.search(r"step 4: held-out loss \d\.\d{3} \([−+]\d\.\d{3} since step 2\)", text), text
+    assert re.search(r"held-out loss .* \([−+]\d\.\d{3} since step 4\)", text), text
+    assert text.count("the model continues after the bar:") == 2
+    assert "best checkpoint: " in text and "text read " in text and " bits per byte" in text
+    held_out = lines(tmp_path / "run", "held_out")
+    assert [line["step"] for line in held_out] == [2, 4, 5] and {line["batches"] for line in held_out} == {1}
 
 
 def test_loss_is_a_mean_of_the_losses_by_source(tmp_path: Path) -> None:
@@ -233,7 +257,9 @@ def test_out_of_memory_names_phase_bytes_and_the_next_plan(tmp_path: Path) -> No
     ) == [1]
     assert "ringspan train: rank 0: out of memory in phase 'backward': " in jobs.output
     assert "GiB were planned for it" in jobs.output and "try engine.memory='x/" in jobs.output
-    assert "step-00000002 is the last checkpoint" in jobs.output
+    assert "step-00000002 is the last checkpoint" in jobs.output and "GiB are available" in jobs.output
+    assert "Traceback" not in jobs.output and jobs.output.count("traceback is in") == 1
+    assert "OutOfMemoryError" in (tmp_path / "run" / "traceback-rank-0.txt").read_text()
 
 
 @pytest.mark.parametrize(
