@@ -14,6 +14,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
     "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
+    "compare": ("ringspan.trainer.reports.compare", "compare runs, also while they train: table, curves, an HTML page"),
     "parity": ("ringspan.trainer.parity", "measure that sharding does not change the loss"),
     "doctor": ("ringspan.launch.doctor", "check this machine for training"),
     "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
@@ -22,7 +23,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),
 }
 TRAIN_EXTRA = ("hydra", "omegaconf", "deepspeed", "wandb")  # packages of ringspan[train]
-NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "generate", "export", "results", "parity")
+NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "generate", "export", "results", "compare", "parity")
 
 
 def usage() -> str:

@@ -1,4 +1,4 @@
-"""Console lines during a long step: how far it is, and an estimate of its remaining time.
+"""Console lines during a long step: micro-batch, layer, and an estimate of the remaining time.
 
     step 1: micro-batch 1 of 8, layer 5 of 12 forward; 40 s, about 12m10s left in this step
 
