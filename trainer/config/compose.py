@@ -80,7 +80,7 @@ def main(
     try:
         flags, overrides = split_flags(argv)
         if "help" in flags:
-            print(help_text(program, about, Config))
+            print(help_text(program, about, Config, overrides))
             raise SystemExit(0)
         composed = load(overrides, flags.get("config-dir"), world_size, planning)
         if "cfg" in flags:
@@ -243,15 +243,15 @@ def split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _expand_suffix(text: str) -> str:
-    """Expand 128k to 131072 and 1M to 1048576 in counts of tokens only: in `steps`, k could mean 1000. Quote a memory plan."""
+    """Expand 128k to 131072 and 1M or 1m to 1048576, in counts of tokens only: in `steps`, k could mean 1000. Quote a plan."""
     key, _, value = text.partition("=")
     if key == "engine.memory" and " " in value and not value.startswith(("'", '"')):
         return f"{key}='{value}'"
-    match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKM])", text)
+    match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKmM])", text)
     if match is None:
         return text
     key, _, number = match[1].partition("=")
-    return f"{key}={int(number) * 1024 ** (2 if match[2] == 'M' else 1)}"
+    return f"{key}={int(number) * 1024 ** (2 if match[2] in 'mM' else 1)}"
 
 
 def _parse(text: str) -> Override:

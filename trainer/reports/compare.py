@@ -15,7 +15,7 @@ from typing import Any
 
 from ringspan.trainer.monitoring.tracking import duration, with_unit
 from ringspan.trainer.reports import page
-from ringspan.trainer.reports.read_run import ComparedRun, differing_options, read
+from ringspan.trainer.reports.read_run import ComparedRun, differing_options, read, text_table
 
 PROGRAM = "ringspan compare"
 AXES = ("tokens", "time", "step")
@@ -54,14 +54,6 @@ def summary(runs: list[ComparedRun], by: str) -> tuple[list[str], list[list[str]
     return head, rows
 
 
-def text_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table with aligned columns."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    )
-
-
 def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
     """Draw a curve with one character per bin; the highest value is a full block."""
     means = [y for _, y in page.thin([(float(i), value) for i, value in enumerate(values)], width)]
@@ -88,12 +80,13 @@ def _loss(value: float | None) -> str:
 
 
 def _report(runs: list[ComparedRun], by: str) -> str:
-    parts = [text_table(*summary(runs, by))]
+    head, rows = summary(runs, by)
+    parts = [text_table([head, *rows])]
     different = differing_options(runs)
     if different:
-        rows = [[key, *map(_value, values)] for key, values in list(different.items())[:MAX_OPTIONS]]
+        options = [[key, *map(_value, values)] for key, values in list(different.items())[:MAX_OPTIONS]]
         more = f"\n… and {len(different) - MAX_OPTIONS} more options; --html shows all" * (len(different) > MAX_OPTIONS)
-        parts.append(text_table(["differing options", *(run.name for run in runs)], rows) + more)
+        parts.append(text_table([["differing options", *(run.name for run in runs)], *options]) + more)
     elif len(runs) > 1:
         parts.append("no option of the training differs")
     curves = [run for run in runs if run.steps.loss]

@@ -133,11 +133,26 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def differing_options(runs: list[ComparedRun]) -> dict[str, list[Any]]:
     """Return the options that differ between runs, each with its value in every run; None where a run lacks it."""
-    known = [run for run in runs if run.options]
-    keys = sorted({key for run in known for key in run.options})
+    return differing({str(index): run.options for index, run in enumerate(runs)})
+
+
+def differing(options: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the options that differ.
+
+    Args:
+        options: each run's options by dotted name; those of an empty run are unknown and None.
+    """
+    known = [each for each in options.values() if each]
+    keys = sorted({key for each in known for key in each})
     keys = [key for key in keys if key not in LOCAL and key.partition(".")[0] not in LOCAL_GROUPS]
-    rows = {key: [run.options.get(key) for run in runs] for key in keys}
-    return {key: row for key, row in rows.items() if len({str(run.options.get(key)) for run in known}) > 1}
+    rows = {key: [each.get(key) for each in options.values()] for key in keys}
+    return {key: row for key, row in rows.items() if len({str(each.get(key)) for each in known}) > 1}
+
+
+def text_table(rows: list[list[str]]) -> str:
+    """Return rows of the same length with aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from ringspan.launch import __main__ as launch
 from ringspan.launch import sweep
 from ringspan.trainer.checkpoint import run_folder
-from ringspan.trainer.config import compose, validate
+from ringspan.trainer.config import compose, help, validate
 from ringspan.trainer.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,6 +30,9 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["step=5"], 1, ["there is no option step", "steps"]),
     (["optimizer.lr=1"], 1, ["optimizer.lr", "optim.lr"]),
     (["modle.layers=2"], 1, ["model.layers"]),
+    (["batch_size=4"], 1, ["there is no option batch_size; the option is data.batch"]),
+    (["training.seq_len=4096"], 1, ["the option is data.length"]),
+    (["num_train_epochs=3"], 1, ["the option is steps"]),
     (["parallel.rings=2"], 1, ["did you mean parallel.ring?"]),
     (["engine.zero_stage=1"], 1, ["engine.zero_stage=1", "did you mean"]),
     (["checkpoint.evry=10"], 1, ["checkpoint.every"]),
@@ -240,7 +244,7 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
 
 
 def test_lengths_accept_k_and_m() -> None:
-    for text, length in (("128k", 131072), ("1M", 1048576), ("4K", 4096), ("512", 512)):
+    for text, length in (("128k", 131072), ("1M", 1048576), ("1m", 1048576), ("4K", 4096), ("512", 512)):
         assert compose.load(["experiment=laptop", f"data.length={text}"]).config.data.length == length
 
 
@@ -412,3 +416,18 @@ def test_ranks_save_when_the_terminal_closes(tmp_path: Path, ignored: bool) -> N
         launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 0 and saved.read_text() == "saved" and "Error" not in errors, errors
+
+
+def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
+    known = {*help.option_names(), "data.sources.NAME.paths", *(path.name for path in help.CONF.iterdir())}
+    for name, text in help.FOREIGN.items():
+        assert re.split("[ ,;:=(]", text)[0] in known and name not in known, name
+
+
+def test_help_of_a_word_lists_matching_options_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compose.main("ringspan train", "About", ["--help", "optim"])
+    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and "  optim.lr=0.0003" in lines
+    assert all("optim" in line.partition("=")[0] for line in lines[::2]) and len(lines) < 40
+    assert "did you mean optim.lr" in help.help_text("ringspan train", None, Config, ["lrr"])
