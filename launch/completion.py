@@ -63,7 +63,7 @@ def complete(line: str) -> list[str]:
             [f"{key}={choice}" for choice in group_choices(key, [CONF]) if choice.startswith(value)] if "." not in key else []
         )
     groups = [f"{path.name}=" for path in sorted(CONF.iterdir()) if path.is_dir()]
-    words = [*FLAGS, *groups, *(f"{option}=" for option in option_names())]
+    words = [*FLAGS, "model.from=", *groups, *(f"{option}=" for option in option_names())]
     return [each for each in dict.fromkeys(words) if each.startswith(word)]
 
 

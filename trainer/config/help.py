@@ -121,7 +121,8 @@ USAGE = """usage: {program} [key=value | group=choice | experiment=name] …
                         --cfg job          print the composed config and exit
   --config-dir=DIR   additional YAML files, in folders named like those of conf/
   --ranks=N          ringspan launch: number of ranks to start (default: one per GPU, or 2 without a GPU)
-  --multirun         ringspan launch: key=a,b starts one run after the other"""
+  --multirun         ringspan launch: key=a,b starts one run after the other
+  model.from=FOLDER  fills the groups model and rope from a folder in Hugging Face's format"""
 
 
 @functools.cache
