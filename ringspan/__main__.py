@@ -20,6 +20,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "completion": ("ringspan.launch.completion", "print a script that completes commands and options: bash or zsh"),
     "doctor": ("ringspan.launch.doctor", "check this machine for training"),
     "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
+    "bench matmul": ("ringspan.kernels.bench.matmul", "measure matmuls by shape, for ringspan check"),
     "bench ring": ("ringspan.parallel.bench.__main__", "benchmark the ring; start it with torchrun"),
     "bench rehearse": ("ringspan.parallel.bench.rehearse", "time one rank of a ring on one GPU, with modelled transfers"),
     "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),

@@ -49,7 +49,7 @@ def test_indivisible_splits_are_left_out(
 ) -> None:
     selected: dict[int, list[Split]] = {}
 
-    def record(num_ranks: int, splits: list[Split], steps: int) -> dict[Split, Any]:
+    def record(num_ranks: int, splits: list[Split], steps: int, **options: Any) -> dict[Split, Any]:
         selected[num_ranks] = splits
         return {split: dict(losses=[1.0], gradients=dict(w=[1.0])) for split in splits}
 

@@ -11,6 +11,7 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.planning.flops import head_dim, parameters, visible_pairs, window
 from ringspan.trainer.planning.machines import MACHINES, Machine
+from ringspan.trainer.planning.matmul_speeds import layers_of, speeds_of, write
 from ringspan.trainer.planning.memory import shape_of
 
 SPEEDS = Path(__file__).with_name("attention_speeds.json")  # measured_speeds() of docs/results; `make tables` writes it
@@ -102,15 +103,16 @@ class StepTimer:
         model, engine, data = config.model, config.engine, config.data
         self.config, self.world, self.target, self.model = config, world, target, model
         self.forward, self.backward, _ = attention_speed(config, target)
-        self.counts = counts = parameters(model)
+        counts = parameters(model)
         self.data, ring, ulysses = validate.mesh_of(config, world)
         self.ring = ring
         tokens = data.batch * data.length
-        self.weights_per_second = tokens / target.matmuls / world  # seconds per weight that all tokens are multiplied with
+        self.tokens = tokens / world
         width = head_dim(model)
         heads, kv_heads = model.heads * width, model.kv_heads * width
         self.project = model.dim * (heads + 2 * kv_heads)  # weights of one layer
         self.finish = (counts.matmuls - model.vocabulary * model.dim) / model.layers - self.project
+        self.speeds = speeds_of(target)
         lengths = [data.length] * data.batch
         per_pair = 4 * model.heads * width
         pairs = {size: visible_pairs(lengths, size) for size in {window(model, layer) for layer in range(model.layers)}}
@@ -123,26 +125,28 @@ class StepTimer:
         self.communication = nbytes / (LINK_EFFICIENCY * target.link)
         shards = world if engine.zero else 1
         on_gpu = target.gpu and not engine.offload_optimizer
-        self.optimizer = OPTIMIZER_BYTES * counts.total / shards / MEMORY_SPEED * on_gpu
+        per_weight = self.speeds.optimizer if self.speeds else OPTIMIZER_BYTES / MEMORY_SPEED
+        self.optimizer = per_weight * counts.total / shards * on_gpu
 
     def __call__(self, plan: MemoryPlan) -> dict[str, float]:
         """Return the seconds by kind."""
-        layers, counts = self.model.layers, self.counts
+        layers = self.model.layers
         grouped = bool(plan.heads) and plan.heads < self.model.kv_heads
         chunks = -(-self.rows // plan.rows) if plan.rows else 1
-        weights, again = 6.0 * counts.matmuls, 0.0
+        projects, finishes, again = 0, 0, 0.0  # forwards that the backward computes again
         if not plan.keeps_everything:
             # The backward computes both functions once more; project a second time where heads or rows are split, again for
             # attention without a kept out; finish again for each layer that leads to another one of its segment.
-            weights += 2 * layers * (self.project * (1 + (grouped or chunks > 1)) + self.finish)
-            weights += 2 * (layers - plan.outs) * self.project
-            weights += 2 * (layers - len(plan.segments(layers))) * self.finish
+            projects = layers * (1 + (grouped or chunks > 1)) + layers - plan.outs
+            finishes = layers + layers - len(plan.segments(layers))
             again = sum(self.attention[: layers - plan.outs])
-        matmuls = weights * self.weights_per_second
+        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
+        project, finish, head = (self._forward_and_backward(name, rows) for name in ("project", "finish", "head"))
+        matmuls = layers * (sum(project) + sum(finish)) + sum(head) + projects * project[0] + finishes * finish[0]
         attention = (sum(self.attention) + again) / self.forward + 2.5 * sum(self.attention) / self.backward
         if self.ring > 1 and plan.heads == 1 and self.model.kv_heads > 1:
             attention *= 1 + SINGLE_HEAD * min(1.0, SINGLE_HEAD_ROWS / self.rows)
-        times = {"matmuls": matmuls, "attention": attention, "other kernels": OTHER * matmuls, "optimizer": self.optimizer}
+        times = {"matmuls": matmuls, "attention": attention, "other kernels": self._other(matmuls), "optimizer": self.optimizer}
         if not plan.keeps_everything and self.target.gpu:
             groups = self.model.kv_heads // plan.heads if grouped else 1
             passes = 3 + (layers - plan.outs) / layers
@@ -153,11 +157,26 @@ class StepTimer:
             times["exposed copies to the host"] = self._copies(plan)
         return times
 
+    def _forward_and_backward(self, name: str, rows: int) -> tuple[float, float]:
+        """Seconds of a step's matmuls of `project` or `finish` in one layer, or of `head`, in forward and backward."""
+        if self.speeds is None:
+            weights = dict(project=self.project, finish=self.finish, head=self.model.vocabulary * self.model.dim)[name]
+            forward = 2 * weights * self.tokens / self.target.matmuls
+            return forward, 2 * forward
+        pairs = [self.speeds.layer_seconds(rows, inputs, outputs) for inputs, outputs in layers_of(self.model)[name]]
+        times = self.tokens / rows
+        return times * sum(forward for forward, _ in pairs), times * sum(backward for _, backward in pairs)
+
+    def _other(self, matmuls: float) -> float:
+        """Seconds of kernels that are neither matmul nor attention."""
+        return self.speeds.elementwise_seconds(self.model, self.tokens) if self.speeds else OTHER * matmuls
+
     def _copies(self, plan: MemoryPlan) -> float:
         """Seconds of copies that are longer than the layer that they overlap with."""
         layers, exposed = self.model.layers, 0.0
         first = {segment[0] for segment in plan.segments(layers)[: plan.inputs_on_host]}
-        weights = 2 * (self.project + self.finish) * self.weights_per_second / self.num
+        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
+        weights = sum(self._forward_and_backward(name, rows)[0] for name in ("project", "finish")) / self.num
         for layer in range(layers):
             nbytes = self.sizes.inputs * (layer in first) + self.sizes.outs * plan.out_on_host(layer, layers)
             forward = weights + self.attention[layer] / self.forward / self.num
@@ -181,3 +200,4 @@ def step_time(config: Config, world: int, target: Machine, plan: MemoryPlan) -> 
 
 if __name__ == "__main__":  # `make tables`
     SPEEDS.write_text("[\n" + ",\n".join(map(json.dumps, measured_speeds(Path("docs/results")))) + "\n]\n")
+    write(Path("docs/results"))

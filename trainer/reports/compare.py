@@ -66,6 +66,8 @@ def warnings(runs: list[ComparedRun]) -> list[str]:
     """Return what a reader must know: notes of each run, and why losses do not compare."""
     lines = [f"{run.name}: {note}" for run in runs for note in run.notes]
     different = differing_options(runs)
+    if "evaluate.batches" in different:
+        lines.append("evaluate.batches differs: held-out losses on other batches do not compare")
     tokens = [key for key in different if key.partition(".")[0] == "tokenizer" or key == "model.vocabulary"]
     data = [key for key in different if key.startswith("data.sources.")]
     if tokens:

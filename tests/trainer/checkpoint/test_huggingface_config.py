@@ -53,5 +53,5 @@ def test_what_it_cannot_read_is_named(tmp_path: Path, changes: dict[str, Any], o
 
 @pytest.mark.parametrize("folder", ["", "/nowhere"])
 def test_no_folder_is_named(folder: str) -> None:
-    with pytest.raises(compose.ConfigError, match="model.from="):
+    with pytest.raises(compose.ConfigError, match=r"model\.from="):
         load(f"model.from={folder}")

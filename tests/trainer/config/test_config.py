@@ -372,7 +372,7 @@ def test_table_sorts_nan_after_finite_losses(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         line = dict(kind="train", step=1, loss=loss, tokens_per_s=1.0)
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    table = sweep.table([(name, tmp_path / name, 0) for name in "abcd"]).splitlines()
+    table = sweep.table([(name, tmp_path / name, 0) for name in "abcd"], 4).splitlines()
     assert [line.split()[4] for line in table[1:-1]] == ["c", "a", "b", "d"]
 
 

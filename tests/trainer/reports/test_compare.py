@@ -97,13 +97,13 @@ def test_what_is_no_run_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: p
 
 
 def test_runs_with_nothing_in_common_are_shown_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = make_run(tmp_path / "one", 20), make_run(tmp_path / "two", 20, ("data=passkey",))
+    one, two = make_run(tmp_path / "one", 20), make_run(tmp_path / "two", 20, ("data=passkey", "evaluate.batches=1"))
     none = make_run(tmp_path / "none", 1)
     (none / "metrics.jsonl").write_text("")
     assert compare.main([str(one), str(two), str(none)]) == 0
     out = capsys.readouterr().out
     assert "the data differ: losses on other texts do not compare" in out and "none: no step is recorded" in out
-    assert "loss at 20k tokens" in out
+    assert "loss at 20k tokens" in out and "evaluate.batches differs: held-out losses on other batches" in out
     assert "steps" in differing_options([read(one), read(none)])
 
 

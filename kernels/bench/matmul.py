@@ -1,0 +1,132 @@
+"""Measure matmuls by shape, elementwise kernels and the optimizer on this GPU: speeds that `ringspan check` plans with.
+
+    ringspan bench matmul --save        # about a minute; writes docs/results/matmul-DEVICE.json
+
+A linear layer (rows × inputs) · (inputs × outputs) has three matmuls: forward, input gradient and weight gradient. Each is
+timed in bf16, as the median of several runs. `make tables` copies the results into the planner's data.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringspan.kernels.bench.measure import SAVE_HELP, machine, result_path, slug
+
+ROWS = (4096, 16384, 65536)  # tokens of a rank's micro-batch, or of a chunk of it
+# (inputs, outputs) of the models in conf/model: GPT-2 small, Qwen3 0.6B, Llama 1B and 8B; heads of vocabularies, of which
+# GPT-2's is odd, so that rows of its logits are not aligned.
+LAYERS = (
+    (768, 768), (768, 3072), (3072, 768), (768, 50257), (768, 50304),
+    (1024, 1024), (1024, 3072), (3072, 1024), (1024, 151936),
+    (2048, 512), (2048, 2048), (2048, 8192), (8192, 2048), (2048, 128256),
+    (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256),
+)  # fmt: skip
+DIRECTIONS = ("forward", "input_gradient", "weight_gradient")
+ELEMENTS = 2**28  # of the elementwise kernel: far above L2
+WEIGHTS = 2**27  # of the optimizer's step
+Row = dict[str, Any]
+
+
+def measure_layer(rows: int, inputs: int, outputs: int, device: torch.device, dtype: torch.dtype, repeats: int) -> Row:
+    """Return TFLOP/s of the three matmuls of a linear layer.
+
+    Args:
+        rows, inputs, outputs: the layer's shape.
+        device: where it runs.
+        dtype: dtype of all operands.
+        repeats: timed runs of each matmul.
+    """
+    x = torch.randn(rows, inputs, device=device, dtype=dtype)
+    weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    gradient = torch.randn(rows, outputs, device=device, dtype=dtype)
+    calls: tuple[Callable[[], Any], ...] = (lambda: x @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ x)
+    flops = 2 * rows * inputs * outputs
+    speeds = {name: flops / seconds(call, device, repeats) / 1e12 for name, call in zip(DIRECTIONS, calls, strict=True)}
+    return dict(rows=rows, inputs=inputs, outputs=outputs) | speeds
+
+
+def measure_others(device: torch.device, elements: int, weights: int, repeats: int) -> Row:
+    """Return bytes/s of a bf16 addition, and the optimizer's seconds per weight, of a fused AdamW step over fp32."""
+    a, b = (torch.randn(elements, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    speed = 3 * a.numel() * a.itemsize / seconds(lambda: torch.add(a, b, out=out), device, repeats)
+    weight = torch.nn.Parameter(torch.randn(weights, device=device))
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return dict(elementwise_bytes_per_s=speed, optimizer_s_per_weight=seconds(optimizer.step, device, repeats) / weights)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the median seconds of a call after two that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        else:
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringspan bench matmul", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a few small shapes, to try it out")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each matmul (default %(default)s)")
+    parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=SAVE_HELP)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a line per shape, and write the result."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error(f"--repeats={args.repeats}: it must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device=cuda: torch sees no GPU here; --device=cpu tries it out")
+    device, gpu = torch.device(args.device), args.device == "cuda"
+    about = machine(device)
+    try:
+        path = result_path(args.json, args.save, f"matmul-{slug(about['device'])}")
+    except ValueError as error:
+        parser.error(str(error))
+    dtype = torch.bfloat16 if gpu else torch.float32
+    command = f"ringspan bench matmul --device {args.device}"
+    result: Row = dict(kind="matmul", **about, dtype="bf16" if gpu else "fp32", command=command)
+    print(f"{about['device']}, {result['dtype']}; TFLOP/s of forward, input gradient, weight gradient", flush=True)
+    result |= measure_others(device, ELEMENTS if gpu else 2**16, WEIGHTS if gpu else 2**16, args.repeats)
+    print(
+        f"elementwise {result['elementwise_bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"optimizer {result['optimizer_s_per_weight'] * 1e12:.1f} ps per weight",
+        flush=True,
+    )
+    rows: list[Row] = []
+    for inputs, outputs in LAYERS if gpu else ((64, 128), (64, 257)):
+        for count in ROWS if gpu else (128,):
+            rows.append(measure_layer(count, inputs, outputs, device, dtype, args.repeats))
+            text = "  ".join(f"{rows[-1][name]:7.3g}" for name in DIRECTIONS)
+            print(f"{count:6} × {inputs:5} × {outputs:6}  {text}", flush=True)
+    if path is not None:
+        path.write_text(json.dumps(result | dict(rows=rows), indent=1, allow_nan=False) + "\n")
+        print(f"\nwritten: {path}; `make tables` gives it to the planner")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
