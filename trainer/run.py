@@ -200,7 +200,7 @@ class Run:
         seconds = time.perf_counter() - began
         about = dict(batches=self.config.evaluate.batches, seconds=seconds)
         self.tracker.log(step, report.metrics() | about, kind="held_out")
-        report.change = self.history.add_evaluation(step, report.loss, seconds)
+        report.change = self.history.add_evaluation(step, report.loss, seconds, self.config.evaluate.batches)
         for table in report.tables:
             self.tracker.log_table(step, table.title, table.labels, table.means)
         return report

@@ -22,6 +22,7 @@ class HeldOut(NamedTuple):
 
     step: int
     loss: float
+    batches: int = 0  # that it was evaluated on; 0: unknown
 
 
 class RunHistory:
@@ -69,11 +70,14 @@ class RunHistory:
         self._recent = {}
         return means.pop("", math.nan), means
 
-    def add_evaluation(self, step: int, loss: float, seconds: float) -> str:
-        """Add an evaluation; return the change since the previous one, such as " (−0.120 since step 20)", or ""."""
+    def add_evaluation(self, step: int, loss: float, seconds: float, batches: int = 0) -> str:
+        """Add an evaluation; return the change since the previous one, such as " (−0.120 since step 20)", or "".
+
+        Evaluations on another number of batches are forgotten: their losses do not compare.
+        """
         self.seconds["evaluation"] += seconds
-        earlier = [each for each in self.evaluations if each.step < step]
-        self.evaluations = [*earlier, HeldOut(step, loss)]
+        earlier = [each for each in self.evaluations if each.step < step and each.batches == batches]
+        self.evaluations = [*earlier, HeldOut(step, loss, batches)]
         return f" ({_signed(loss - earlier[-1].loss)} since step {earlier[-1].step})" if earlier else ""
 
     def report(self, bits: dict[str, float], epochs: dict[str, float]) -> list[str]:
@@ -124,8 +128,8 @@ class RunHistory:
 def _evaluations(path: Path) -> list[HeldOut]:
     with contextlib.suppress(OSError, ValueError):
         lines = [line for line in records.read(path) if line and line.get("kind") == "held_out"]
-        pairs = [(line.get("step"), line.get("loss")) for line in lines]
-        return [HeldOut(step, loss) for step, loss in pairs if isinstance(step, int) and isinstance(loss, int | float)]
+        found = [(line.get("step"), line.get("loss"), line.get("batches", 0)) for line in lines]
+        return [HeldOut(*each) for each in found if all(isinstance(value, int | float) for value in each)]
     return []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringspan.trainer.monitoring.tracking import duration, with_unit
 from ringspan.trainer.reports.charts import line_chart
-from ringspan.trainer.reports.read_run import ComparedRun, Point, differing_options
+from ringspan.trainer.reports.read_run import ComparedRun, Point, differing_options, labels
 
 MAX_POINTS = 500  # of a curve: more than a screen shows
 AXIS_LABELS = {"tokens": "tokens", "time": "training time", "step": "step"}
@@ -69,10 +69,10 @@ def _curves(runs: list[ComparedRun], by: str) -> list[str]:
     def x_text(x: float) -> str:
         return {"tokens": with_unit(x), "time": duration(x)}.get(by, f"{x:.0f}")
 
-    label = AXIS_LABELS[by]
-    loss = [(run.name, thin(list(zip(run.axis(by), run.steps.loss, strict=True)))) for run in runs]
-    held_out = [(run.name, thin(run.held_out_points(by))) for run in runs]
-    speed = [(run.name, thin(list(zip(run.axis(by), run.steps.speed, strict=True)))) for run in runs]
+    label, named = AXIS_LABELS[by], list(zip(labels(runs), runs, strict=True))
+    loss = [(name, thin(list(zip(run.axis(by), run.steps.loss, strict=True)))) for name, run in named]
+    held_out = [(name, thin(run.held_out_points(by))) for name, run in named]
+    speed = [(name, thin(list(zip(run.axis(by), run.steps.speed, strict=True)))) for name, run in named]
     charts = [("loss", "Training loss", loss, "loss per token"), ("held-out", "Held-out loss", held_out, "loss per token")]
     charts.append(("speed", "Speed", speed, "tokens/s"))
     return [
@@ -88,9 +88,9 @@ def _tables(runs: list[ComparedRun]) -> list[str]:
     for number, title in enumerate(dict.fromkeys(title for run in runs for title in run.tables)):
         bins = next(run.tables[title][0] for run in runs if title in run.tables)
         series, others = [], []
-        for run in runs:
+        for name, run in zip(labels(runs), runs, strict=True):
             own, means = run.tables.get(title, ([], []))
-            series.append((run.name, [(float(i), mean) for i, mean in enumerate(means)] if own == bins else []))
+            series.append((name, [(float(i), mean) for i, mean in enumerate(means)] if own == bins else []))
             if own and own != bins:
                 others.append(run.name)
         note = f'<p class="warning">{_text(", ".join(others))}: other bins, so that it is left out</p>' if others else ""

@@ -105,7 +105,11 @@ def read(folder: Path) -> ComparedRun:
     steps = _steps(by_kind.get("train", []))
     if not steps.step:
         notes.append("no step is recorded, so that it has no curve")
-    held_out = [(int(line["step"]), float(line["loss"])) for line in by_kind.get("held_out", []) if _has(line, "step", "loss")]
+    evaluations = [line for line in by_kind.get("held_out", []) if _has(line, "step", "loss")]
+    equal = [line for line in evaluations if line.get("batches") == evaluations[-1].get("batches")]
+    held_out = [(int(line["step"]), float(line["loss"])) for line in equal]
+    if len(equal) < len(evaluations):
+        notes.append(f"{len(evaluations) - len(equal)} evaluations on another number of batches are left out")
     memory, phases = _phases(by_kind)
     planned = next((_number(line, "seconds_planned") for line in by_kind.get("start", [])[::-1]), 0.0)
     return ComparedRun(
@@ -147,6 +151,13 @@ def differing(options: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     keys = [key for key in keys if key not in LOCAL and key.partition(".")[0] not in LOCAL_GROUPS]
     rows = {key: [each.get(key) for each in options.values()] for key in keys}
     return {key: row for key, row in rows.items() if len({str(each.get(key)) for each in known}) > 1}
+
+
+def labels(runs: list[ComparedRun]) -> list[str]:
+    """Return a label of each run for legends: its name and up to two options that differ."""
+    different = {key: row for key, row in differing_options(runs).items() if not key.startswith("evaluate.")}
+    chosen = list(different)[:2]
+    return [", ".join([run.name, *(f"{key} {different[key][i]}" for key in chosen)]) for i, run in enumerate(runs)]
 
 
 def text_table(rows: list[list[str]]) -> str:

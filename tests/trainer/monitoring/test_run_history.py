@@ -37,6 +37,7 @@ def test_evaluations_are_compared_with_those_of_earlier_starts(tmp_path: Path) -
     assert f"best checkpoint: {tmp_path}/checkpoints/step-00000008, held-out loss 2.000" in text
     assert "warning: text was read 520 times" in text and "other read 0.5 times" in text
     assert "training 2s, evaluation 1s, saving 0s" in text and "1 steps of 100 tokens; 50 tokens/s" in text
+    assert RunHistory(tmp_path).add_evaluation(12, 2.25, 1.0, batches=4) == "", "losses on other batches do not compare"
     assert RunHistory(tmp_path / "absent").add_evaluation(1, 2.0, 1.0) == ""
 
 

@@ -70,7 +70,9 @@ def test_page_renders_every_figure_without_a_console_error(tmp_path: Path) -> No
     for name in ("runs", "options", "loss", "held-out", "speed", "table-0", "memory", "breakdown", "environment"):
         assert dom.count(f'id="{name}"') == 1, name
     assert dom.count("<polyline") == 8  # loss, held-out loss, speed and loss by position of two runs
-    assert "one: 2.6 at 20k" in dom and re.search(r"<td>forward</td><td>2.50</td><td>2.25</td>", dom)
+    assert re.search(r"one, model.dim 96, model.heads 4: 2.6 at 20k", dom) and re.search(
+        r"<td>forward</td><td>2.50</td><td>2.25</td>", dom
+    )
     assert not re.search(r"https?://(?!www\.w3\.org)", target.read_text()) and "<script" not in dom
 
 
