@@ -23,7 +23,7 @@ point, number, path, *options = sys.argv[1:]
 from ringspan.parallel.coordination import progress
 from ringspan.trainer import train
 from ringspan.trainer.checkpoint import checkpoint
-enter, write = progress.enter, checkpoint._write_share
+enter, write = progress.enter, checkpoint.write_share
 def fail():
     if os.environ["RANK"] == "1":
         pathlib.Path(path).write_text(str(time.time()))
@@ -36,7 +36,7 @@ def writing(*arguments):
     if point == "save" and (progress._current.step or 0) >= 2:
         fail()
     return write(*arguments)
-progress.enter, checkpoint._write_share = entering, writing
+progress.enter, checkpoint.write_share = entering, writing
 raise SystemExit(train.main(options))
 """
 SUPERVISE = """
