@@ -310,6 +310,27 @@ TERMS = {
 UNITS = {"time": "time", "cycles": "clock cycles"}
 
 
+def long_step(result: Result) -> str:
+    """Render a long training step: planned and measured memory and time."""
+    planned, alone, phases = result["predicted"], result["attention_alone"], result["phases"]
+    lines = [
+        "| | planned | measured |",
+        "|---|--:|--:|",
+        f"| one step, s | {planned['seconds']:.1f} | {result['seconds']:.1f} |",
+        f"| peak allocated, GiB | {planned['gib']:.2f} | {result['gib']:.2f} |",
+        f"| peak reserved by torch, GiB | – | {result['gib_reserved']:.2f} |",
+        f"| GPU memory outside of torch's allocator, GiB | – | {max(phase['outside'] for phase in phases):.2f} |",
+        f"| pinned host memory, GiB | {planned['host_gib']:.2f} | {phases[-1]['host_pinned']:.2f} |",
+        f"| host memory of the process at its peak, GiB | – | {max(phase['host_peak'] for phase in phases):.2f} |",
+        f"| TFLOP/s per GPU, attention counted 3.5× | – | {result['step_tflops']:.0f} |",
+        f"| attention's kernel alone at this length, TFLOP/s | – | {alone['tflops']:.0f} |",
+        "",
+        f"Plan `{planned['plan']}`, {planned['gpus']} × {result['device']}, {result['date'][:10]}: "
+        f"`ringspan launch {' '.join(planned['options'])}`",
+    ]
+    return "\n".join(lines)
+
+
 def tries(result: Result) -> str:
     """Render the number of recorded experiments per area."""
     lines = ["| area | recorded rows | kept | not kept |", "|---|--:|--:|--:|"]
@@ -391,6 +412,7 @@ KINDS: dict[str, Callable[[Result], str]] = {
     "ring": ring,
     "rehearsal": rehearsal,
     "train": train,
+    "long step": long_step,
     "tries": tries,
 }
 PARTS: dict[str, Callable[[Result, str, list[str]], str]] = {"attention": speed, "tries": experiment}

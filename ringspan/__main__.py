@@ -14,7 +14,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
-    "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
+    "results": ("ringspan.trainer.reports.results", "report runs: speed, memory, loss curves"),
     "compare": ("ringspan.trainer.reports.compare", "compare runs, also while they train: table, curves, an HTML page"),
     "parity": ("ringspan.trainer.parity", "measure that sharding does not change the loss"),
     "completion": ("ringspan.launch.completion", "print a script that completes commands and options: bash or zsh"),

@@ -1,11 +1,8 @@
 """A run: distributed context, data, model and engine, and the methods that the training loop calls."""
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,18 +15,17 @@ from ringspan.trainer.checkpoint import checkpoint, compatibility, run_folder
 from ringspan.trainer.checkpoint.reader import Position, Reader
 from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
 from ringspan.trainer.checkpoint.start import Start, StartFinder
-from ringspan.trainer.config import validate
-from ringspan.trainer.config.compose import Composed, ConfigError
+from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.data import fingerprint
 from ringspan.trainer.data.dataset import Batch, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluate import Report, evaluate
 from ringspan.trainer.generate import continue_held_out
-from ringspan.trainer.memory.kept import KeptTensors, host_sizes
-from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.layer import row_functions
+from ringspan.trainer.memory.prepare import choose_plan, prepare_layers
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, row_functions
+from ringspan.trainer.model import GPT
 from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
 from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
@@ -40,9 +36,6 @@ from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
 from ringspan.trainer.planning import flops
-from ringspan.trainer.planning.machines import Machine, machine_of_run
-from ringspan.trainer.planning.memory import free_host_memory_per_rank
-from ringspan.trainer.planning.plans import PlannedStep, Planner
 
 
 class Stopped(Exception):
@@ -70,7 +63,8 @@ class Run:
         self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(partial(open_parts, config))
         self.described_data = fingerprint.describe(self.data, self.tokenizer)
         fingerprint.require_equal(self.described_data, distributed.gather)
-        self.planned, self.machine = self._plan_memory()
+        device_name = run_messages.device_name(self.device)
+        self.planner, self.planned = choose_plan(config, self.model_config, device_name, distributed)
         mesh = distributed.mesh
         self.layout = mesh.layout(config.parallel.layout, config.data.length)
         self.local_positions = self.layout.positions(mesh.context_rank)
@@ -84,12 +78,9 @@ class Run:
         with torch.device("meta"):
             skeleton = self._build_model()
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
-        start = StartFinder(composed, self.folder, self.model_config, self._shapes, distributed).find()
+        finder = StartFinder(composed, self.folder, self.model_config, self._shapes, self.described_data, distributed)
+        start = finder.find()
         source = start.source
-        if source:
-            saved, accepted = source.state["model"].get("fingerprint", {}), config.checkpoint.changed
-            lines = fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted)
-            print(*[f"checkpoint.changed: {line}\n" for line in lines if not distributed.rank], sep="", end="", flush=True)
         distributed.call_on_all_ranks(partial(self._record_start, composed, start))
         self.engine = Engine(config, self._build_model, start.values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
@@ -100,12 +91,27 @@ class Run:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
             source.restore_random()
+        elif config.optim.kind == "adamw":  # Muon's first step may begin from other moments than zeros
+            self.engine.allocate_moments()
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
-        distributed.call_on_all_ranks(self._prepare_layers)
+        parts = self.model, self.streaming, config, len(self.local_positions), self.device
+        distributed.call_on_all_ranks(partial(prepare_layers, *parts))
         host = self.streaming.kept.host_bytes if self.streaming else 0
-        self.memory_use = MemoryUse(self.device, self.planned, host)
+        self.memory_use = MemoryUse(self.device, self.planned, host, is_warm=config.debug.warm_up > 0)
+        if config.debug.warm_up:
+            self._warm_up(config.debug.warm_up)
         self._start_tracking(source)
         self._watch_layer_boundaries()
+
+    def _warm_up(self, length: int) -> None:
+        """Run a forward and backward of the first `length` tokens. Their gradients are dropped."""
+        mesh, samples = self.distributed.mesh, list(range(self.config.data.micro_batch))
+        self.attention.layout = layout = mesh.layout(self.config.parallel.layout, length)
+        batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
+        with self.engine.precision():
+            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs)[0]
+        torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
+        self.attention.layout = self.layout
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step: this rank's samples, and of each sample its positions."""
@@ -276,10 +282,10 @@ class Run:
 
     def out_of_memory(self) -> str:
         """Return a message about an out-of-memory error: phase, bytes, and the next plan to try."""
-        smaller = self._planner(self.machine).next_smaller(self.planned.plan)
+        smaller = self.planner.next_smaller(self.planned.plan)
         last = self._last_checkpoint()
         saved = f"{last.name} is the last checkpoint" if last else "no checkpoint was saved"
-        return f"{self.memory_use.out_of_memory(smaller, self.machine.memory)}; {saved}"
+        return f"{self.memory_use.out_of_memory(smaller, self.planner.target.memory)}; {saved}"
 
     def how_to_continue(self) -> str:
         return run_messages.how_to_continue(self.config, self._last_checkpoint())
@@ -323,50 +329,6 @@ class Run:
             model.stream(self.streaming)
         return model
 
-    def _plan_memory(self) -> tuple[PlannedStep, Machine]:
-        """Choose the memory plan on rank 0, for the least memory of all ranks; warn if it does not fit.
-
-        The warning precedes all large allocations: a machine without enough memory may kill a rank silently.
-        """
-        distributed, gpu = self.distributed, self.device.type == "cuda"
-        each = distributed.gather((profiling.rank_memory(self.device), free_host_memory_per_rank()))
-        memory, host = map(min, zip(*each, strict=True))
-        ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world))
-        name = distributed.broadcast(run_messages.device_name(self.device))
-        target = machine_of_run(name, gpu, memory, host, ranks_per_host)
-        planner, plan, refusal = self._planner(target), {}, ""
-        if distributed.rank == 0:
-            planned = planner.choose()
-            plan, refusal = asdict(planned.plan), planner.refusal(planned)
-            if not refusal and (warning := planner.misfit(planned)):
-                text = f"memory: the plan does not fit, so the run may run out of memory: {warning}"
-                print(text, file=sys.stderr, flush=True)
-        plan, refusal = distributed.broadcast((plan, refusal))
-        if refusal:
-            raise ConfigError(refusal)
-        return planner.step(MemoryPlan(**plan)), target
-
-    def _planner(self, machine: Machine) -> Planner:
-        return Planner(replace(self.config, model=self.model_config), self.distributed.world, machine)
-
-    def _prepare_layers(self) -> None:
-        """Take the host memory of the plan, and compile the layers."""
-        compiled = validate.compiles(self.config, self.device.type == "cuda", streamed=self.streaming is not None)
-        if self.streaming is None:
-            if compiled:
-                self.model.compile_layers()
-            return
-        if compiled:
-            self.streaming.compile()
-        autocast = self.config.engine.zero == 0 and validate.uses_bf16(self.config, self.device.type == "cuda")
-        hidden = torch.bfloat16 if validate.uses_bf16(self.config, self.device.type == "cuda") else torch.float32
-        shape = self.planned.plan, self.model_config, self.config.data.micro_batch, len(self.local_positions)
-        sizes = host_sizes(*shape, torch.float32 if autocast else hidden, hidden)
-        try:
-            self.streaming.kept = KeptTensors(self.device, sizes)
-        except MemoryError as error:
-            raise ValueError(str(error)) from None
-
     def _record_start(self, composed: Composed, start: Start) -> None:
         """Write the start to the run's folder on rank 0. Nothing rejects the run after this; a rejected run changes no file."""
         if self.distributed.rank:
@@ -394,6 +356,6 @@ class Run:
         description = run_messages.description(config, self.model_config, distributed.mesh, distributed.world, self.device)
         corpora = run_messages.corpus_lines(config, self.data, self.held_out)
         folder = run_messages.short_path(self.folder) + run_messages.resume_note(config, source.position.step if source else 0)
-        memory = run_messages.memory_line(self.planned, self.machine)
+        memory = run_messages.memory_line(self.planned, self.planner.target)
         self.tracker.print("\n".join([description, memory, *corpora, folder]))
         self.tracker.log(self.position.step, self.memory_use.start(), kind="start")

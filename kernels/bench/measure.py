@@ -234,6 +234,10 @@ def measure(
     return rows
 
 
+class RefusedError(RuntimeError):
+    """A baseline was tried on a setting and refused it."""
+
+
 def attempt(call: Callable[..., Any], *args: object) -> Any:
     """Return the result of a call; if it raises, a partial row with status and note, so that other kernels still run."""
     try:
@@ -242,7 +246,7 @@ def attempt(call: Callable[..., Any], *args: object) -> Any:
         result: Row = {"status": "skipped", "note": f"not installed: {error}"}
     except ValueError as error:
         result = {"status": "skipped", "note": str(error)}
-    except NotImplementedError as error:
+    except RefusedError as error:
         result = {"status": "refused", "note": str(error)}
     except Exception as error:  # compilers and drivers raise many types
         result = {"status": "failed", "note": f"{type(error).__name__}: {error}"}

@@ -91,6 +91,7 @@ def fail(folder: Path, device: str, point: str, number: int, *more: str) -> tupl
     rank = [sys.executable, "-c", SCRIPT, point, str(number), str(folder / "time"), *options(device, folder), "steps=4", *more]
     command = [sys.executable, "-c", SUPERVISE, *rank]
     done = subprocess.run(command, cwd=ROOT, env=environment(device), capture_output=True, text=True, timeout=300)
+    assert (folder / "time").exists(), f"rank 1 did not reach {point}: {done.stdout}{done.stderr}"
     return time.time() - float((folder / "time").read_text()), done.returncode, done.stderr
 
 

@@ -121,7 +121,7 @@ def test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan(tmp_path: 
     command = [
         sys.executable,
         "-m",
-        "ringspan.launch.local",
+        "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
         "-m",

@@ -110,6 +110,14 @@ def train_plain(options: list[str], hook: Callable[..., None] | None = None, *ar
     run.close()
 
 
+def run_train_command(options: list[str]) -> None:
+    """Train the toy as `ringspan train` does, with its messages and exit code."""
+    from ringspan.trainer import train
+    from ringspan.trainer.config import compose
+
+    raise SystemExit(train.run(compose.load([*TOY, *options])))
+
+
 def kill_after(run: Any, step: int) -> None:
     """Kill every rank with SIGKILL after this step's line is written."""
     report = run.report

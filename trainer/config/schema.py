@@ -243,6 +243,7 @@ class Debug:
     profile: list[int] = option([], "steps to trace with torch.profiler, into the run's folder")
     memory: list[int] = option([], "steps after which a GPU memory snapshot is written (for pytorch.org/memory_viz)")
     bad_steps: int = option(5, "consecutive steps with non-finite gradients, or without labels, before the run stops", least=1)
+    warm_up: int = option(0, "tokens of a forward and backward before step 1, to compile and load kernels; 0: none", least=0)
     watchdog: float = option(300.0, "seconds without progress before the watchdog names the late rank; 0: off", least=0)
 
 

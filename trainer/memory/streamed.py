@@ -1,6 +1,6 @@
 """Consecutive layers as one autograd function whose memory is a few named tensors.
 
-A layer is two functions of rows around attention (trainer/model.py):
+A layer is two functions of rows around attention (trainer/layer.py):
 
     q, k, v = project(x)          norm, projections, q/k-norm, rotary; for some KV heads at a time
     y       = finish(x, out)      x + o(out), then + mlp(norm(·))

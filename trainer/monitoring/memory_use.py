@@ -25,10 +25,11 @@ class MemoryUse:
         device: the rank's device.
         planned: the plan.
         host: bytes of host memory that the plan's region has.
+        is_warm: kernels are compiled before the first step, whose time counts then.
     """
 
-    def __init__(self, device: torch.device, planned: PlannedStep, host: int = 0) -> None:
-        self.device, self.planned, self.host = device, planned, host
+    def __init__(self, device: torch.device, planned: PlannedStep, host: int = 0, is_warm: bool = False) -> None:
+        self.device, self.planned, self.host, self.is_warm = device, planned, host, is_warm
         self.gpu = device.type == "cuda"
         self.first = True  # no step has ended
         self.current = START
@@ -64,7 +65,7 @@ class MemoryUse:
 
     def step(self, number: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step's phases, after the GPU has finished it; nothing on a CPU."""
-        if not self.first:  # the first step compiles
+        if self.is_warm or not self.first:  # else the first step compiles
             self._seconds.append(seconds)
         self.first = False
         rows: dict[str, Any] = {}

@@ -128,7 +128,7 @@ class RunHistory:
 def _evaluations(path: Path) -> list[HeldOut]:
     with contextlib.suppress(OSError, ValueError):
         lines = [line for line in records.read(path) if line and line.get("kind") == "held_out"]
-        found = [(line.get("step"), line.get("loss"), line.get("batches", 0)) for line in lines]
+        found: list[tuple[Any, ...]] = [(line.get("step"), line.get("loss"), line.get("batches", 0)) for line in lines]
         return [HeldOut(*each) for each in found if all(isinstance(value, int | float) for value in each)]
     return []
 

@@ -14,10 +14,11 @@ from ringspan.parallel.buffered_attention import BufferedAttention
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config, Model
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.layer import row_functions
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, row_functions
+from ringspan.trainer.model import GPT
 from ringspan.trainer.planning.memory import BACKWARD_END, BACKWARD_START, FORWARD, LOSS, footprint, mlp_widths
 
 pytestmark = pytest.mark.gpu

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ringspan.trainer import results
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.memory import GIB, footprint
+from ringspan.trainer.reports import results
 from tests.trainer import jobs
 
 Folder = Path
