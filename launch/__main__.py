@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "--ranks" in argv or "--ranks=" in argv:
             raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
-        if not {"--help", "-h", "--cfg", "-c"} & {text.partition("=")[0] for text in rest}:
-            ranks = _num_ranks(rank_flags) if rank_flags or not validate.has_gpu() else 0  # counting GPUs takes seconds
-            print(f"starting {f'{ranks} rank' + 's' * (ranks > 1) if ranks else 'a rank per GPU'} …", flush=True)
+        counts_gpus = not rank_flags and validate.has_gpu()  # imports torch, which takes seconds
+        if counts_gpus and not {"--help", "-h", "--cfg", "-c"} & {text.partition("=")[0] for text in rest}:
+            print("starting a rank per GPU …", flush=True)
         num_ranks = _num_ranks(rank_flags)
         flags, overrides = compose.split_flags(rest)
         jobs = _number_names(compose.sweep(overrides, flags.get("config-dir"))) if multirun else [overrides]
@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["WORLD_SIZE"] = str(num_ranks)  # for the check below; the supervisor sets it for the ranks
     configs = [compose.main(PROGRAM, __doc__, [*flag_words, *job]).config for job in jobs]  # exits on a wrong config
     del os.environ["WORLD_SIZE"]
+    if not counts_gpus:
+        print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} …", flush=True)
     if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
         print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}, so they run slowly", file=sys.stderr)
     if len(jobs) == 1:

@@ -1,9 +1,10 @@
-"""Measure matmuls by shape, elementwise kernels and the optimizer on this GPU: speeds that `ringspan check` plans with.
+"""Measure matmuls by shape, heads, elementwise kernels and the optimizer: the speeds that `ringspan check` plans with.
 
-    ringspan bench matmul --save        # about a minute; writes docs/results/matmul-DEVICE.json
+    ringspan bench matmul --save        # less than a minute; writes docs/results/matmul-DEVICE.json
 
 A linear layer (rows × inputs) · (inputs × outputs) has three matmuls: forward, input gradient and weight gradient. Each is
-timed in bf16, as the median of several runs. `make tables` copies the results into the planner's data.
+timed in bf16, as the median of several runs. A head is timed as the model calls it, with its cross-entropy: its logits are fp32
+and exist for a chunk of tokens at a time. `make tables` copies the results into the planner's data.
 """
 
 import argparse
@@ -18,16 +19,19 @@ from typing import Any
 import torch
 
 from ringspan.kernels.bench.measure import SAVE_HELP, machine, result_path, slug
+from ringspan.kernels.loss import linear_cross_entropy
 
 ROWS = (4096, 16384, 65536)  # tokens of a rank's micro-batch, or of a chunk of it
-# (inputs, outputs) of the models in conf/model: GPT-2 small, Qwen3 0.6B, Llama 1B and 8B; heads of vocabularies, of which
-# GPT-2's is odd, so that rows of its logits are not aligned.
+# (inputs, outputs) of the layers in conf/model: GPT-2 small, Qwen3 0.6B, Llama 1B and 8B.
 LAYERS = (
-    (768, 768), (768, 3072), (3072, 768), (768, 50257), (768, 50304),
-    (1024, 1024), (1024, 3072), (3072, 1024), (1024, 151936),
-    (2048, 512), (2048, 2048), (2048, 8192), (8192, 2048), (2048, 128256),
-    (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256),
+    (768, 768), (768, 3072), (3072, 768),
+    (1024, 1024), (1024, 2048), (2048, 1024), (1024, 3072), (3072, 1024),
+    (2048, 512), (2048, 2048), (2048, 8192), (8192, 2048),
+    (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096),
 )  # fmt: skip
+# (inputs, vocabulary) of heads. GPT-2's vocabulary is odd, so that rows of its logits are not aligned; those of 50304 are.
+HEADS = ((768, 50257), (768, 50304), (1024, 151936), (2048, 128256), (4096, 128256))
+HEAD_TOKENS = 16384
 DIRECTIONS = ("forward", "input_gradient", "weight_gradient")
 ELEMENTS = 2**28  # of the elementwise kernel: far above L2
 WEIGHTS = 2**27  # of the optimizer's step
@@ -50,6 +54,25 @@ def measure_layer(rows: int, inputs: int, outputs: int, device: torch.device, dt
     flops = 2 * rows * inputs * outputs
     speeds = {name: flops / seconds(call, device, repeats) / 1e12 for name, call in zip(DIRECTIONS, calls, strict=True)}
     return dict(rows=rows, inputs=inputs, outputs=outputs) | speeds
+
+
+def measure_head(tokens: int, inputs: int, vocabulary: int, device: torch.device, dtype: torch.dtype, repeats: int) -> Row:
+    """Return the seconds per token of a head and its cross-entropy, forward and backward.
+
+    Args:
+        tokens, inputs, vocabulary: the head's shape.
+        device: where it runs.
+        dtype: dtype of hidden states and weight.
+        repeats: timed runs.
+    """
+    hidden = torch.randn(tokens, inputs, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, inputs, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+
+    def call() -> Any:
+        return torch.autograd.grad(linear_cross_entropy(hidden, weight, labels)[0], (hidden, weight))
+
+    return dict(inputs=inputs, outputs=vocabulary, s_per_token=seconds(call, device, repeats) / tokens)
 
 
 def measure_others(device: torch.device, elements: int, weights: int, repeats: int) -> Row:
@@ -109,21 +132,27 @@ def main(argv: list[str] | None = None) -> int:
     dtype = torch.bfloat16 if gpu else torch.float32
     command = f"ringspan bench matmul --device {args.device}"
     result: Row = dict(kind="matmul", **about, dtype="bf16" if gpu else "fp32", command=command)
-    print(f"{about['device']}, {result['dtype']}; TFLOP/s of forward, input gradient, weight gradient", flush=True)
+    print(f"{about['device']}, {result['dtype']}; layers in TFLOP/s of forward, input gradient, weight gradient", flush=True)
     result |= measure_others(device, ELEMENTS if gpu else 2**16, WEIGHTS if gpu else 2**16, args.repeats)
     print(
         f"elementwise {result['elementwise_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"optimizer {result['optimizer_s_per_weight'] * 1e12:.1f} ps per weight",
         flush=True,
     )
+    heads: list[Row] = []
+    for inputs, vocabulary in HEADS if gpu else ((64, 256), (64, 257)):
+        tokens = HEAD_TOKENS if gpu else 128
+        heads.append(measure_head(tokens, inputs, vocabulary, device, dtype, args.repeats))
+        print(f"head {inputs:5} × {vocabulary:6}  {heads[-1]['s_per_token'] * 1e6:7.3g} µs per token with its loss", flush=True)
     rows: list[Row] = []
-    for inputs, outputs in LAYERS if gpu else ((64, 128), (64, 257)):
+    for inputs, outputs in LAYERS if gpu else ((64, 128), (128, 64)):
         for count in ROWS if gpu else (128,):
             rows.append(measure_layer(count, inputs, outputs, device, dtype, args.repeats))
             text = "  ".join(f"{rows[-1][name]:7.3g}" for name in DIRECTIONS)
             print(f"{count:6} × {inputs:5} × {outputs:6}  {text}", flush=True)
+    result |= dict(heads=heads, rows=rows)
     if path is not None:
-        path.write_text(json.dumps(result | dict(rows=rows), indent=1, allow_nan=False) + "\n")
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"\nwritten: {path}; `make tables` gives it to the planner")
     return 0
 

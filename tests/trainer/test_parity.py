@@ -69,6 +69,29 @@ def test_zero_ranks_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 2 and "ranks=[0, 2]: it must be at least 1" in capsys.readouterr().err
 
 
+def fail_in_the_second_split(task: dict[str, Any]) -> None:
+    train, calls = parity._train, []
+
+    def train_once(composed: compose.Composed) -> dict[str, Any]:
+        if calls:
+            raise RuntimeError("the second split fails")
+        calls.append(1)
+        return train(composed)
+
+    parity._train = train_once
+    parity.run_rank(task)
+
+
+def test_each_row_is_printed_as_soon_as_it_is_known(one_rank: dict) -> None:
+    def start(num_ranks: int, task: dict[str, Any]) -> list[int | None]:
+        return jobs.run_ranks(num_ranks, fail_in_the_second_split, task)
+
+    with pytest.raises(RuntimeError, match="ranks ended"):
+        parity.measure(1, [REFERENCE, Split(1, 1, 1, 1)], start=start, expected=one_rank, show=True)
+    rows = [line for line in jobs.output.splitlines() if line.startswith(str(REFERENCE))]
+    assert len(rows) == 1 and len(rows[0].removeprefix(str(REFERENCE)).split()) == 3
+
+
 def test_deviating_gradient_is_detected(one_rank: dict) -> None:
     name = next(iter(one_rank["gradients"]))
     off = one_rank | dict(gradients=one_rank["gradients"] | {name: [x * 1.0001 for x in one_rank["gradients"][name]]})

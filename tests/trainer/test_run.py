@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from ringspan.__main__ import usage
+from ringspan.trainer import run_messages
 from ringspan.trainer.checkpoint import load_model, run_folder
-from ringspan.trainer.config import compose
+from ringspan.trainer.config import compose, experiments
 from ringspan.trainer.config.schema import Config, Parallel
 from tests.trainer import jobs
 from tests.trainer.checkpoint.test_resume import lines
@@ -208,6 +210,17 @@ def test_muon_steps_have_the_length_of_the_learning_rate(tmp_path: Path, zero: i
         expected = 0.02 * math.sqrt(min(rows, columns) * max(1, rows / columns))
         assert 0.6 * expected < float(step.norm()) < 1.3 * expected, (name, float(step.norm()) / expected)
     assert len(names) > 8
+
+
+def test_each_command_of_a_newcomer_names_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    """ringspan --help → ringspan experiments → a run → ringspan compare."""
+    assert "ringspan experiments" in usage() and "ringspan launch experiment=laptop" in usage()
+    assert experiments.main([]) == 0 and "ringspan launch experiment=laptop" in capsys.readouterr().out
+    laptop, passkey = (compose.load(["experiment=laptop", *more]).config for more in ([], ["data=passkey"]))
+    steps = list(run_messages.next_steps(laptop, "runs/a", saved=True))
+    assert "generate checkpoint=runs/a" in steps[0] and "ringspan compare runs/a " in steps[1].replace("python -m ", "")
+    text = "\n".join(run_messages.next_steps(passkey, "runs/a", saved=True))
+    assert "generate" not in text and "def main(" not in text and "compare runs/a" in text  # it has learned no text
 
 
 @pytest.mark.slow

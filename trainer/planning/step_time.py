@@ -1,6 +1,5 @@
 """Time of a training step by kind: matmuls, attention, other kernels, optimizer, communication. Imports no torch."""
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.planning import matmul_speeds
 from ringspan.trainer.planning.flops import head_dim, parameters, visible_pairs, window
 from ringspan.trainer.planning.machines import MACHINES, Machine
-from ringspan.trainer.planning.matmul_speeds import layers_of, speeds_of, write
+from ringspan.trainer.planning.matmul_speeds import layers_of, read_rows, speeds_of
 from ringspan.trainer.planning.memory import shape_of
 
 SPEEDS = Path(__file__).with_name("attention_speeds.json")  # measured_speeds() of docs/results; `make tables` writes it
@@ -56,7 +56,7 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
         return *target.attention, "measured on this machine"
     best: tuple[float, float, float, str] | None = None
     width, windowed = head_dim(config.model), any(config.model.windows)
-    rows = _speeds(SPEEDS)
+    rows = read_rows(SPEEDS)
     length = config.data.length
     # `auto` runs hopper where its kernels were measured, else triton
     hopper = {row["device"] for row in rows if row["kernel"] == "hopper"}
@@ -77,15 +77,6 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
     if best is None:
         return target.matmuls / 2, target.matmuls / 2, "no measurement: half the speed of matmuls is assumed"
     return best[1], best[2], best[3]
-
-
-def _speeds(path: Path) -> list[dict[str, Any]]:
-    return _read_speeds(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_speeds(path: Path, changed: int) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())
 
 
 class StepTimer:
@@ -140,13 +131,19 @@ class StepTimer:
             projects = layers * (1 + (grouped or chunks > 1)) + layers - plan.outs
             finishes = layers + layers - len(plan.segments(layers))
             again = sum(self.attention[: layers - plan.outs])
-        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
-        project, finish, head = (self._forward_and_backward(name, rows) for name in ("project", "finish", "head"))
-        matmuls = layers * (sum(project) + sum(finish)) + sum(head) + projects * project[0] + finishes * finish[0]
+        project, finish = (self._matmuls(name, plan) for name in ("project", "finish"))
+        matmuls = layers * (sum(project) + sum(finish)) + projects * project[0] + finishes * finish[0]
         attention = (sum(self.attention) + again) / self.forward + 2.5 * sum(self.attention) / self.backward
         if self.ring > 1 and plan.heads == 1 and self.model.kv_heads > 1:
             attention *= 1 + SINGLE_HEAD * min(1.0, SINGLE_HEAD_ROWS / self.rows)
-        times = {"matmuls": matmuls, "attention": attention, "other kernels": self._other(matmuls), "optimizer": self.optimizer}
+        if self.speeds:
+            head = self.speeds.head_seconds(self.tokens, self.model.dim, self.model.vocabulary)
+            other = self.speeds.elementwise_seconds(self.model, self.tokens, (projects + finishes) / 2)
+            times = {"matmuls of layers": matmuls, "head and loss": head, "attention": attention, "other kernels": other}
+        else:
+            matmuls += 6 * self.model.vocabulary * self.model.dim * self.tokens / self.target.matmuls
+            times = {"matmuls": matmuls, "attention": attention, "other kernels": OTHER * matmuls}
+        times["optimizer"] = self.optimizer
         if not plan.keeps_everything and self.target.gpu:
             groups = self.model.kv_heads // plan.heads if grouped else 1
             passes = 3 + (layers - plan.outs) / layers
@@ -157,26 +154,22 @@ class StepTimer:
             times["exposed copies to the host"] = self._copies(plan)
         return times
 
-    def _forward_and_backward(self, name: str, rows: int) -> tuple[float, float]:
-        """Seconds of a step's matmuls of `project` or `finish` in one layer, or of `head`, in forward and backward."""
+    def _matmuls(self, name: str, plan: MemoryPlan) -> tuple[float, float]:
+        """Seconds of a step's matmuls of `project` or `finish` in one layer, in forward and backward."""
         if self.speeds is None:
-            weights = dict(project=self.project, finish=self.finish, head=self.model.vocabulary * self.model.dim)[name]
+            weights = dict(project=self.project, finish=self.finish)[name]
             forward = 2 * weights * self.tokens / self.target.matmuls
             return forward, 2 * forward
+        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
         pairs = [self.speeds.layer_seconds(rows, inputs, outputs) for inputs, outputs in layers_of(self.model)[name]]
         times = self.tokens / rows
         return times * sum(forward for forward, _ in pairs), times * sum(backward for _, backward in pairs)
-
-    def _other(self, matmuls: float) -> float:
-        """Seconds of kernels that are neither matmul nor attention."""
-        return self.speeds.elementwise_seconds(self.model, self.tokens) if self.speeds else OTHER * matmuls
 
     def _copies(self, plan: MemoryPlan) -> float:
         """Seconds of copies that are longer than the layer that they overlap with."""
         layers, exposed = self.model.layers, 0.0
         first = {segment[0] for segment in plan.segments(layers)[: plan.inputs_on_host]}
-        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
-        weights = sum(self._forward_and_backward(name, rows)[0] for name in ("project", "finish")) / self.num
+        weights = sum(self._matmuls(name, plan)[0] for name in ("project", "finish")) / self.num
         for layer in range(layers):
             nbytes = self.sizes.inputs * (layer in first) + self.sizes.outs * plan.out_on_host(layer, layers)
             forward = weights + self.attention[layer] / self.forward / self.num
@@ -199,5 +192,6 @@ def step_time(config: Config, world: int, target: Machine, plan: MemoryPlan) -> 
 
 
 if __name__ == "__main__":  # `make tables`
-    SPEEDS.write_text("[\n" + ",\n".join(map(json.dumps, measured_speeds(Path("docs/results")))) + "\n]\n")
-    write(Path("docs/results"))
+    results = Path("docs/results")
+    for path, rows in ((SPEEDS, measured_speeds(results)), (matmul_speeds.SPEEDS, matmul_speeds.measured_speeds(results))):
+        path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

@@ -1,6 +1,7 @@
 """The planner's use of measured matmuls: by shape, elementwise kernels and optimizer as terms of their own."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 
 from ringspan.kernels.bench import matmul
+from ringspan.trainer import check
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
-from ringspan.trainer.memory.plan import NONE
+from ringspan.trainer.memory.plan import NONE, MemoryPlan
 from ringspan.trainer.planning import matmul_speeds, step_time
 from ringspan.trainer.planning.flops import parameters
 from ringspan.trainer.planning.machines import MACHINES
@@ -25,14 +27,18 @@ def gpt2() -> Config:
 
 
 def result(device: str, speed: float, date: str = "2026-11-26") -> dict[str, Any]:
-    """Speeds that depend on the shape: half for small layers, a quarter for an odd number of outputs."""
+    """Speeds that depend on the shape: half for small layers; a head takes 1 ns per token and 1M weights, four times if odd."""
     rows = []
     for inputs, outputs in matmul.LAYERS:
-        factor = (0.5 if inputs < 1024 else 1.0) * (0.25 if outputs % 2 else 1.0)
-        speeds = dict(forward=speed * factor, input_gradient=speed * factor, weight_gradient=speed * factor / 2)
+        factor = speed * (0.5 if inputs < 1024 else 1.0)
+        speeds = dict(forward=factor, input_gradient=factor, weight_gradient=factor / 2)
         rows += [dict(rows=count, inputs=inputs, outputs=outputs) | speeds for count in matmul.ROWS]
+    heads = [
+        dict(inputs=inputs, outputs=outputs, s_per_token=1e-15 * inputs * outputs * (4 if outputs % 2 else 1))
+        for inputs, outputs in matmul.HEADS
+    ]
     others = dict(elementwise_bytes_per_s=4e12, optimizer_s_per_weight=1e-11)
-    return dict(device=device, date=date, kind="matmul", rows=rows) | others
+    return dict(device=device, date=date, kind="matmul", heads=heads, rows=rows) | others
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"matmul-{name}.json").write_text(json.dumps(result(device, speed)))
     (tmp_path / "matmul-old.json").write_text(json.dumps(result("NVIDIA H200", 1.0, "2025-01-01")))
     monkeypatch.setattr(matmul_speeds, "SPEEDS", tmp_path / "speeds.json")
-    matmul_speeds.write(tmp_path)
+    matmul_speeds.SPEEDS.write_text(json.dumps(matmul_speeds.measured_speeds(tmp_path)))
     return tmp_path
 
 
@@ -50,30 +56,56 @@ def test_a_step_is_the_sum_of_its_layers_at_their_own_speeds() -> None:
     config = gpt2()
     times = step_time.step_time(config, 1, H200, NONE)
     model, tokens = config.model, config.data.batch * config.data.length
-    counts, head = parameters(model), model.vocabulary * model.dim
+    head = model.vocabulary * model.dim
     assert model.vocabulary == 50257
     per_flop = 1 / 1e12 * 2 * tokens * (1 + 1 + 2)  # forward and input gradient at full speed, weight gradient at half
-    expected = per_flop * ((counts.matmuls - head) / 300 + head / 75)
-    wide = per_flop * (12 * 768 * 3072) * (1 / 600 - 1 / 300)  # 3072 inputs are no small layer
-    assert times["matmuls"] == pytest.approx(expected + wide)
-    assert times["optimizer"] == pytest.approx(1e-11 * counts.total)
-    layers = model.layers * 2 * (36 * model.dim + 9 * model.mlp_dim)
-    assert times["other kernels"] == pytest.approx(tokens * (layers + 12 * model.vocabulary) / 4e12)
+    down = 12 * 768 * 3072  # 3072 inputs are no small layer
+    layers = parameters(model).matmuls - head
+    assert times["matmuls of layers"] == pytest.approx(per_flop * ((layers - down) / 300 + down / 600))
+    assert times["head and loss"] == pytest.approx(4e-15 * tokens * head)
+    assert times["optimizer"] == pytest.approx(1e-11 * parameters(model).total)
+    passes = model.layers * 2 * (36 * model.dim + 9 * model.mlp_dim)
+    assert times["other kernels"] == pytest.approx(tokens * passes / 4e12)
+    aligned = step_time.step_time(replace(config, model=replace(model, vocabulary=50304)), 1, H200, NONE)
+    assert aligned["head and loss"] / times["head and loss"] == pytest.approx(50304 / 50257 / 4)
 
 
 @pytest.mark.usefixtures("measured")
-def test_each_device_has_its_own_rows_and_a_measured_machine_its_own_speed() -> None:
+def test_layers_that_are_computed_again_take_time() -> None:
     config = gpt2()
-    h200, h100 = (step_time.step_time(config, 1, MACHINES[name], NONE)["matmuls"] for name in ("h200", "h100"))
-    assert h100 / h200 == pytest.approx(600 / 500)
-    own = step_time.step_time(config, 1, replace(H200, matmuls=700e12), NONE)
-    assert own["matmuls"] == pytest.approx(6 * parameters(config.model).matmuls * 262144 / 700e12)
+    plain, again = (step_time.step_time(config, 1, H200, plan) for plan in (NONE, MemoryPlan(1, outs=12)))
+    assert again["other kernels"] / plain["other kernels"] == pytest.approx(4 / 3)
+    assert again["matmuls of layers"] / plain["matmuls of layers"] == pytest.approx(5 / 4)  # the weight gradient counts twice
+    assert again["head and loss"] == plain["head and loss"]
+
+
+@pytest.mark.usefixtures("measured")
+def test_each_device_has_its_own_rows() -> None:
+    h200, h100 = (step_time.step_time(gpt2(), 1, MACHINES[name], NONE) for name in ("h200", "h100"))
+    assert h100["matmuls of layers"] / h200["matmuls of layers"] == pytest.approx(600 / 500)
     assert matmul_speeds.speeds_of(MACHINES["a100"]) is None
+    assert matmul_speeds.speeds_of(replace(H200, name="NVIDIA H100 PCIe")) is None  # the measured one is an SXM
 
 
-def test_without_measurements_all_matmuls_have_one_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_speeds, "SPEEDS", tmp_path / "absent.json")
-    assert matmul_speeds.speeds_of(H200) is None
+@pytest.mark.parametrize("content", [None, "[]"])
+def test_without_measurements_every_device_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    """All matmuls have one speed then, and no plan is refused."""
+    monkeypatch.setattr(matmul_speeds, "SPEEDS", tmp_path / "speeds.json")
+    if content is not None:
+        matmul_speeds.SPEEDS.write_text(content)
+    for name, machine in MACHINES.items():
+        assert matmul_speeds.speeds_of(machine) is None
+        assert check.main(["experiment=gpt2_124m", f"hardware={name}", "hardware.gpus=1"]) == 0
+        assert f"matmuls at {machine.matmuls / 1e12:.4g}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("measured")
+def test_check_names_the_measured_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["experiment=gpt2_124m", "hardware=h100", "hardware.gpus=1"]) == 0
+    out = capsys.readouterr().out
+    assert "matmuls by shape, as measured on NVIDIA H100 80GB HBM3" in out and "head and loss" in out
 
 
 def test_the_packages_data_are_those_of_the_results() -> None:
@@ -85,17 +117,20 @@ def test_the_benchmark_measures_every_direction(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "matmul-cpu.json"
     assert matmul.main(["--device=cpu", "--repeats=1", f"--json={path}"]) == 0
     (result,) = matmul_speeds.measured_speeds(tmp_path)
-    assert {(row["inputs"], row["outputs"]) for row in result["rows"]} == {(64, 128), (64, 257)}
+    assert [(head["inputs"], head["outputs"]) for head in result["heads"]] == [(64, 256), (64, 257)]
+    assert all(head["s_per_token"] > 0 for head in result["heads"])
+    assert {(row["inputs"], row["outputs"]) for row in result["rows"]} == {(64, 128), (128, 64)}
     assert all(row[name] > 0 for row in result["rows"] for name in matmul.DIRECTIONS) and "TB/s" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         matmul.main(["--repeats=0"])
 
 
 @pytest.mark.gpu
-def test_planned_matmuls_of_this_gpu_are_measured_ones(tmp_path: Path) -> None:
-    import torch
-
-    device = torch.device("cuda")
-    row = matmul.measure_layer(16384, 768, 50257, device, torch.bfloat16, 5)
-    aligned = matmul.measure_layer(16384, 768, 50304, device, torch.bfloat16, 5)
-    assert all(10 < row[name] < 1000 and aligned[name] > 0.9 * row[name] for name in matmul.DIRECTIONS), (row, aligned)
+def test_the_benchmark_takes_less_than_a_minute_on_a_gpu(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    assert matmul.main([f"--json={tmp_path / 'matmul-gpu.json'}"]) == 0
+    assert time.perf_counter() - began < 60
+    (result,) = matmul_speeds.measured_speeds(tmp_path)
+    assert all(10 < row[name] < 3000 for row in result["rows"] for name in matmul.DIRECTIONS)
+    odd, aligned = (result["heads"][index]["s_per_token"] for index in (0, 1))
+    assert aligned < 1.1 * odd

@@ -19,7 +19,7 @@ A = MemoryPlan(1, outs=32)  # inputs and (out, lse) of all layers
 
 def test_step_time_follows_the_work() -> None:
     config = planned()
-    target = replace(H200, matmuls=700e12)
+    target = replace(H200, name="another GPU", matmuls=700e12)  # no speeds of its own in the package
     times = step_time.step_time(config, 4, target, A)
     counts = parameters(config.model)
     layers = counts.matmuls - 128256 * 4096
@@ -35,7 +35,7 @@ def test_step_time_follows_the_work() -> None:
 
 def test_what_a_plan_computes_again() -> None:
     """In weights that all tokens are multiplied with twice, and in forwards of attention."""
-    config, target = planned(), replace(H200, matmuls=700e12, attention=(600e12, 500e12))
+    config, target = planned(), replace(H200, name="another GPU", matmuls=700e12, attention=(600e12, 500e12))
     counts = parameters(config.model)
     layer = (counts.matmuls - 128256 * 4096) // 32
     project = 4096 * (4096 + 2 * 1024)
