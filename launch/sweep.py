@@ -42,11 +42,15 @@ def table(runs: list[tuple[str, Path, int]], batches: int) -> str:
         ]
         failed = f"   failed: exit code {code}" if code else ""
         lines.append(f"{''.join(cells)}   {label}   {os.path.relpath(folder)}{failed}")
-    lines.append(f"(loss: the mean of the last {LAST} steps; held out: of the last evaluation, on {batches} batches)")
+    lines.append(f"(loss: the mean of the last {LAST} steps; held out: of the last evaluation, on {_batch_text(batches)})")
     if others:
-        counts = " or ".join("an unknown number of" if count is None else str(count) for count in others)
-        lines.append(f"* on {counts} batches, so it does not compare and is not ranked; checkpoint.resume=none runs it again")
+        counts = " or ".join("an unknown number of batches" if count is None else _batch_text(count) for count in others)
+        lines.append(f"* on {counts}, so it does not compare and is not ranked; checkpoint.resume=none runs it again")
     return "\n".join(lines)
+
+
+def _batch_text(count: int) -> str:
+    return f"{count} batch{'es' * (count != 1)}"
 
 
 def _rank(compares: bool, row: tuple[int, dict[str, Any], str, Path]) -> tuple[bool, bool, float]:

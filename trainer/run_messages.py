@@ -67,8 +67,12 @@ def resume_note(config: Config, step: int) -> str:
 
 def held_out_line(step: int, report: Report) -> str:
     """Return the console line of an evaluation during a run, with the change since the previous one."""
+    return f"step {step}: {_held_out_losses(report)}"
+
+
+def _held_out_losses(report: Report) -> str:
     sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items()) * (len(report.sources) > 1)
-    return f"step {step}: held-out loss {report.loss:.3f}{report.change}{sources}"
+    return f"held-out loss {report.loss:.3f}{report.change}{sources}"
 
 
 def bits_per_byte(config: Config, tokenizer: Tokenizer, held_out: Dataset, report: Report | None) -> dict[str, float]:
@@ -101,9 +105,7 @@ def epochs(config: Config, data: Dataset, samples: int) -> dict[str, float]:
 
 
 def held_out_report(report: Report) -> list[str]:
-    sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-    mean = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
-    return [f"held-out loss{mean}{sources}{report.change}", "", report.text(), ""]
+    return [_held_out_losses(report), "", report.text(), ""]
 
 
 def final_report(config: Config, folder: Path, step: int, last: Path | None, unsaved: str) -> list[str]:

@@ -38,7 +38,7 @@ def test_a_loss_of_other_batches_is_marked_and_not_ranked(tmp_path: Path) -> Non
     runs = [(name, finished_run(tmp_path / name, loss, n), 0) for name, loss, n in (("reused", 3.277, 4), ("new", 3.815, 1))]
     lines = sweep.table(runs, 1).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["3.815", "3.277*"]
-    assert "of the last evaluation, on 1 batches" in lines[3] and lines[4].startswith("* on 4 batches, so it does not compare")
+    assert "of the last evaluation, on 1 batch)" in lines[3] and lines[4].startswith("* on 4 batches, so it does not compare")
 
 
 def test_a_finished_run_of_other_batches_is_evaluated_again(

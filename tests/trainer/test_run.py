@@ -147,7 +147,7 @@ def test_evaluations_and_samples_during_a_run_are_shown(tmp_path: Path) -> None:
     text = jobs.output
     assert re.search(r"step 2: held-out loss \d\.\d{3}  text \d", text), text
     assert re.search(r"step 4: held-out loss \d\.\d{3} \([−+]\d\.\d{3} since step 2\)", text), text
-    assert re.search(r"held-out loss .* \([−+]\d\.\d{3} since step 4\)", text), text
+    assert re.search(r"(?m)^held-out loss \d\.\d{3} \([−+]\d\.\d{3} since step 4\)", text), text
     assert text.count("the model continues after the bar:") == 2
     assert "best checkpoint: " in text and "text read " in text and " bits per byte" in text
     held_out = lines(tmp_path / "run", "held_out")

@@ -90,7 +90,7 @@ class RunHistory:
         total = self.elapsed
         parts = [f"{name} {duration(self.seconds[name])}" for name in ("training", "evaluation", "saving")]
         other = total - sum(self.seconds.values())
-        lines = [f"time: {duration(total)}: {', '.join(parts)}, other {duration(max(other, 0.0))}"]
+        lines = [f"time: {duration(total)} ({', '.join(parts)}, other {duration(max(other, 0.0))})"]
         if self.steps:
             seconds = self.seconds["training"]
             mfu = f", {self._mfu / self.steps:.1%} MFU (3.5×)" if self._mfu else ""
