@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ringspan.trainer.checkpoint import run_folder
-
-LAST = 10  # steps that a loss is averaged over, because a single one is noisy
+from ringspan.trainer.reports.read_run import LAST
 
 
 def table(runs: list[tuple[str, Path, int]], batches: int) -> str:

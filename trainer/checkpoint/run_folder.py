@@ -33,8 +33,8 @@ from ringspan.trainer.monitoring import records
 
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
-_locked: list[Path] = []  # folders that this process has entered
 NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache", "data.verify")
+_entered: list[Path] = []  # folders that this process has locked
 
 
 def choose(config: Config, number: int = 0) -> Path:
@@ -129,7 +129,7 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
         if os.path.lexists(folder / FINISHED) and not is_finished(folder):
             bad = records.set_aside(folder / FINISHED)
             print(f"{folder / FINISHED} is damaged, so the run counts as not finished; it is renamed to {bad.name}", flush=True)
-        _locked.append(folder)
+        _entered.append(folder)
         _validate_options(folder, config)
         _report_repeat(folder, config)
     except OSError as error:
@@ -139,7 +139,7 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
 
 def discard_unused() -> None:
     """Remove the folder that this process has locked if its run has never started: nothing is in it but the lock and ranks/."""
-    for folder in _locked:
+    for folder in _entered:
         with contextlib.suppress(OSError):
             if {path.name for path in folder.iterdir()} <= {"lock", "ranks"}:
                 shutil.rmtree(folder)

@@ -15,7 +15,7 @@ from ringspan.trainer.reports.read_run import ComparedRun, Point, differing_opti
 MAX_POINTS = 500  # of a curve: more than a screen shows
 AXIS_LABELS = {"tokens": "tokens", "time": "training time", "step": "step"}
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1120px;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}
 table{border-collapse:collapse;display:block;overflow-x:auto}
 th,td{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
 figure{margin:1.5em 0}figcaption{font-weight:600}

@@ -16,6 +16,7 @@ from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.memory import GIB, footprint
 from ringspan.trainer.reports import results
+from ringspan.trainer.reports.loss_plot import draw
 from tests.trainer import jobs
 
 Folder = Path
@@ -261,3 +262,18 @@ def test_plot_is_written_with_the_runs_and_labelled_by_what_differs(runs: Folder
     assert [path.name for path in tmp_path.glob("*.png")] == ["loss-cpu.png"]
     labels = list(results.curves([results.read(tmp_path / name) for name in ("one", "again")]))
     assert labels[0].startswith("one, optim.lr 0.003, split data 1 × ring 1") and labels[1].startswith("again, optim.lr 0.004")
+
+
+@pytest.mark.parametrize(("largest", "panels"), [(0.0, 1), (0.5, 2)])
+def test_equal_curves_get_no_panel_of_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: float, panels: int
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    curves = {"one, seed 1": {1: 3.0, 2: 2.0}, "two, seed 1": {1: 3.0, 2: 2.0 + largest}}
+    rows = [dict(runs=["one", "two"], differ_in="kernel noise", largest=largest)]
+    draw(plt, curves, rows, "two runs", tmp_path / "loss.png")
+    assert len(figures[0].axes) == panels and (tmp_path / "loss.png").is_file()
+    monkeypatch.undo()
+    plt.close(figures[0])
