@@ -148,8 +148,6 @@ class Sums:
         flops, num_stopped, labels, difference = rest[-4:]
         pairs = zip(run.data.names, rest[:-4:2], rest[1:-4:2], strict=True)
         by_source = {name: (x, n) for name, x, n in pairs if n}
-        sources, source_labels = (
-            {name: x / n for name, (x, n) in by_source.items()},
-            {name: n for name, (_, n) in by_source.items()},
-        )
+        sources = {name: x / n for name, (x, n) in by_source.items()}
+        source_labels = {name: n for name, (_, n) in by_source.items()}
         return Total(loss / max(count, 1), sources, source_labels, flops, num_stopped > 0, labels, difference)

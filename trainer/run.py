@@ -94,8 +94,8 @@ class Run:
         elif config.optim.kind == "adamw":  # Muon's first step may begin from other moments than zeros
             self.engine.allocate_moments()
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
-        parts = self.model, self.streaming, config, len(self.local_positions), self.device
-        distributed.call_on_all_ranks(partial(prepare_layers, *parts))
+        num_rows = len(self.local_positions)
+        distributed.call_on_all_ranks(partial(prepare_layers, self.model, self.streaming, config, num_rows, self.device))
         host = self.streaming.kept.host_bytes if self.streaming else 0
         self.memory_use = MemoryUse(self.device, self.planned, host, is_warm=config.debug.warm_up > 0)
         if config.debug.warm_up:

@@ -35,6 +35,7 @@ HEAD_TOKENS = 16384
 DIRECTIONS = ("forward", "input_gradient", "weight_gradient")
 ELEMENTS = 2**28  # of the elementwise kernel: far above L2
 WEIGHTS = 2**27  # of the optimizer's step
+LEAST_S, WARM_UP_S = 0.002, 3.0
 Row = dict[str, Any]
 
 
@@ -45,7 +46,7 @@ def measure_layer(rows: int, inputs: int, outputs: int, device: torch.device, dt
         rows, inputs, outputs: the layer's shape.
         device: where it runs.
         dtype: dtype of all operands.
-        repeats: timed runs of each matmul.
+        repeats: timed runs of each.
     """
     x = torch.randn(rows, inputs, device=device, dtype=dtype)
     weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
@@ -87,21 +88,36 @@ def measure_others(device: torch.device, elements: int, weights: int, repeats: i
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of a call after two that warm up."""
-    times = []
-    for _ in range(repeats + 2):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+    """Return the median seconds of a call.
+
+    Short calls are timed several at a time: a single one would include the latency of its launch, which a training step hides.
+    """
+    _seconds_each(call, device, 1)
+    num_calls = max(1, round(LEAST_S / max(_seconds_each(call, device, 1), 1e-6)))
+    return statistics.median(_seconds_each(call, device, num_calls) for _ in range(repeats))
+
+
+def _seconds_each(call: Callable[[], Any], device: torch.device, num_calls: int) -> float:
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(num_calls):
             call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1000)
-        else:
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-    return statistics.median(times[2:])
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / num_calls
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - started) / num_calls
+
+
+def _warm_up(device: torch.device) -> None:
+    """Multiply for WARM_UP_S: a GPU that has been idle runs at clocks that it does not keep in training."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    began = time.perf_counter()
+    while time.perf_counter() - began < WARM_UP_S:
+        _seconds_each(lambda: a @ a, device, 20)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ringspan bench matmul", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs a few small shapes, to try it out")
-    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each matmul (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each call (default %(default)s)")
     parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=SAVE_HELP)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
     return parser
@@ -130,9 +146,11 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     dtype = torch.bfloat16 if gpu else torch.float32
-    command = f"ringspan bench matmul --device {args.device}"
+    command = f"ringspan bench matmul --device {args.device} --repeats {args.repeats}"
     result: Row = dict(kind="matmul", **about, dtype="bf16" if gpu else "fp32", command=command)
     print(f"{about['device']}, {result['dtype']}; layers in TFLOP/s of forward, input gradient, weight gradient", flush=True)
+    if gpu:
+        _warm_up(device)
     result |= measure_others(device, ELEMENTS if gpu else 2**16, WEIGHTS if gpu else 2**16, args.repeats)
     print(
         f"elementwise {result['elementwise_bytes_per_s'] / 1e12:.2f} TB/s, "

@@ -55,14 +55,14 @@ def choose_plan(config: Config, model: Model, device_name: str, distributed: Dis
     return planner, planner.step(MemoryPlan(**plan))
 
 
-def prepare_layers(model: GPT, streaming: Streaming | None, config: Config, rows: int, device: torch.device) -> None:
+def prepare_layers(model: GPT, streaming: Streaming | None, config: Config, num_rows: int, device: torch.device) -> None:
     """Take the host memory of the plan, and compile the layers.
 
     Args:
         model: the model that the engine took.
         streaming: how its layers are streamed; None if they are not.
         config: a valid config.
-        rows: tokens of each sequence on this rank.
+        num_rows: tokens of each sequence on this rank.
         device: this rank's device.
 
     Raises:
@@ -78,7 +78,7 @@ def prepare_layers(model: GPT, streaming: Streaming | None, config: Config, rows
         streaming.compile()
     attention = torch.bfloat16 if bf16 else torch.float32
     hidden = torch.float32 if config.engine.zero == 0 else attention  # ZeRO 0 runs under autocast
-    sizes = host_sizes(streaming.plan, model.config, config.data.micro_batch, rows, hidden, attention)
+    sizes = host_sizes(streaming.plan, model.config, config.data.micro_batch, num_rows, hidden, attention)
     try:
         streaming.kept = KeptTensors(device, sizes)
     except MemoryError as error:

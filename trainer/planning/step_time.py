@@ -1,5 +1,6 @@
 """Time of a training step by kind: matmuls, attention, other kernels, optimizer, communication. Imports no torch."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -104,6 +105,7 @@ class StepTimer:
         self.project = model.dim * (heads + 2 * kv_heads)  # weights of one layer
         self.finish = (counts.matmuls - model.vocabulary * model.dim) / model.layers - self.project
         self.speeds = speeds_of(target)
+        self._cached_matmuls = functools.cache(self._matmuls_by_shape)  # of few shapes, for hundreds of plans
         lengths = [data.length] * data.batch
         per_pair = 4 * model.heads * width
         pairs = {size: visible_pairs(lengths, size) for size in {window(model, layer) for layer in range(model.layers)}}
@@ -156,11 +158,15 @@ class StepTimer:
 
     def _matmuls(self, name: str, plan: MemoryPlan) -> tuple[float, float]:
         """Seconds of a step's matmuls of `project` or `finish` in one layer, in forward and backward."""
-        if self.speeds is None:
-            weights = dict(project=self.project, finish=self.finish)[name]
-            forward = 2 * weights * self.tokens / self.target.matmuls
-            return forward, 2 * forward
-        rows = plan.chunk_rows(self.rows) * self.config.data.micro_batch
+        if self.speeds is not None:
+            return self._cached_matmuls(name, plan.chunk_rows(self.rows) * self.config.data.micro_batch)
+        weights = dict(project=self.project, finish=self.finish)[name]
+        forward = 2 * weights * self.tokens / self.target.matmuls
+        return forward, 2 * forward
+
+    def _matmuls_by_shape(self, name: str, rows: int) -> tuple[float, float]:
+        """As `_matmuls`, from measured speeds of layers with so many rows at a time."""
+        assert self.speeds is not None
         pairs = [self.speeds.layer_seconds(rows, inputs, outputs) for inputs, outputs in layers_of(self.model)[name]]
         times = self.tokens / rows
         return times * sum(forward for forward, _ in pairs), times * sum(backward for _, backward in pairs)
