@@ -17,6 +17,21 @@ INSTEAD = (
     "a model of another architecture trains in transformers or another trainer: ringspan.hf gives it ring attention "
     "(docs/guides/other-packages.md)"
 )
+ROPE_NAMES = {  # option of the group rope: key of config.json
+    "factor": "factor",
+    "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+}
+ROPE_OPTIONS = {  # rope.kind: options it uses
+    "base": [],
+    "linear": ["factor"],
+    "yarn": ["factor", "original_length", "beta_fast", "beta_slow", "attention_factor"],
+    "llama3": ["factor", "original_length", "low_freq_factor", "high_freq_factor"],
+}
 
 
 class HFConfig(dict[str, Any]):
@@ -109,23 +124,6 @@ def read_config(path: Path, option: str = "init_from") -> tuple[str, Model, Rope
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return family, model, _read_rope(source, scaling, config)
-
-
-ROPE_NAMES = {  # option of the group rope: key of config.json
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-}
-ROPE_OPTIONS = {  # rope.kind: options it uses
-    "base": [],
-    "linear": ["factor"],
-    "yarn": ["factor", "original_length", "beta_fast", "beta_slow", "attention_factor"],
-    "llama3": ["factor", "original_length", "low_freq_factor", "high_freq_factor"],
-}
 
 
 def _read_rope(source: str, scaling: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:

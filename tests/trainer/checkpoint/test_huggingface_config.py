@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ringspan.trainer.checkpoint import huggingface_config
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config
 
@@ -55,3 +56,12 @@ def test_what_it_cannot_read_is_named(tmp_path: Path, changes: dict[str, Any], o
 def test_no_folder_is_named(folder: str) -> None:
     with pytest.raises(compose.ConfigError, match=r"model\.from="):
         load(f"model.from={folder}")
+
+
+@pytest.mark.parametrize(("name", "factor"), [("llama-1b", 32.0), ("llama-8b", 8.0)])
+def test_presets_scale_positions_as_published(name: str, factor: float) -> None:
+    """As in config.json of Llama 3.2 1B and Llama 3.1 8B."""
+    published = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    published |= dict(original_max_position_embeddings=8192)
+    rope = compose.load([f"model={name}"], world_size=1).config.rope
+    assert rope == huggingface_config._read_rope(name, published, dict(rope_theta=500_000.0))
