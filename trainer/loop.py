@@ -78,7 +78,7 @@ def _train(run: Run) -> bool:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
                 f"the gradient was not finite in {run.num_bad} steps in a row, "
-                f"the last of samples {samples[0]} to {samples[-1]}: "
+                f"the last of samples {samples[0]} to {samples[-1]} ({_not_finite(run, sums.loss)}): "
                 f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
         if num_empty >= config.debug.bad_steps:
@@ -103,6 +103,16 @@ def _train(run: Run) -> bool:
 
 def _num_labels(batch: list[Batch]) -> int:
     return sum(int((micro.labels >= 0).sum()) for micro in batch)
+
+
+def _not_finite(run: Run, loss: torch.Tensor) -> str:
+    """Say which ranks' own losses are not finite: one rank among many points to its samples or its GPU."""
+    flags = torch.zeros(run.distributed.world, dtype=torch.float64, device=run.device)
+    flags[run.distributed.rank] = float(not loss.isfinite().all())
+    ranks = run.distributed.sum(flags).nonzero().flatten().tolist()
+    if not ranks:
+        return "the loss was finite on all ranks"
+    return f"the loss was not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 @dataclass

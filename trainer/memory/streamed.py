@@ -10,7 +10,7 @@ A layer is two functions of rows around attention (trainer/layer.py):
                for each group:              project by rows again → attention backward: dout → dq in place, dk, dv
                project backward by rows:    dh → dx in place
 
-Rows go through torch.autograd.grad of the two functions, so that every model option needs no formula of its own. Weight
+Rows go through autograd of the two functions, so that every model option needs no formula of its own. Weight
 gradients of chunks are summed in fp32 and rounded once. The plan (trainer/memory/plan.py) says what is kept between forward and
 backward; what is not kept is computed again from the segment's input.
 """
@@ -39,6 +39,17 @@ class RowFunctions(NamedTuple):
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
     finish: Callable[..., Tensor]
 
+    def finish_backward(self, dy: Tensor, inputs: tuple[Tensor | None, ...], wanted: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients of some inputs of `finish`, by index.
+
+        Compiled as one graph, it does not compute y, which saves the matmul of the down projection.
+        """
+
+        def finish(*values: Tensor) -> Tensor:
+            return self.finish(*(values[wanted.index(i)] if i in wanted else x for i, x in enumerate(inputs)))
+
+        return torch.func.vjp(finish, *(inputs[i] for i in wanted))[1](dy)
+
 
 class LayerInputs(NamedTuple):
     """What a layer reads besides x and its weights."""
@@ -64,13 +75,15 @@ class Streaming:
         self, plan: MemoryPlan, num_layers: int, attention: Any, functions: RowFunctions, kept: KeptTensors | None = None
     ) -> None:
         self.plan, self.num_layers, self.attention, self.functions = plan, num_layers, attention, functions
+        self.finish_backward = functions.finish_backward
         self.kept = kept or KeptTensors(torch.device("cpu"), {})
 
     def compile(self, **options: Any) -> None:
         """Compile the row functions with torch.compile: a graph for each shape of a chunk serves all layers."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in self.functions]
-        self.functions = RowFunctions(compiled[0], compiled[1])
+        functions = *self.functions, self.functions.finish_backward
+        compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in functions]
+        self.functions, self.finish_backward = RowFunctions(*compiled[:2]), compiled[2]
 
     def run(self, layers: list[Any], inputs: list[LayerInputs], x: Tensor) -> Tensor:
         """Run consecutive layers; with gradients enabled, as one autograd function."""
@@ -154,16 +167,15 @@ class Streaming:
         weights = layer.finish_weights()
         delta = torch.empty_like(lse)
         chunks = list(self._rows(x.shape[1]))
+        wanted = tuple(i for i, each in enumerate((x, out, *weights)) if each is not None and (i < 2 or each.requires_grad))
+        trained = [weights[i - 2] for i in wanted[2:]]
         for rows in chunks:
-            x_rows, out_rows = (t[:, rows].detach().requires_grad_() for t in (x, out))
-            with torch.enable_grad():
-                y = self.functions.finish(x_rows, out_rows, *weights)
-            dx, dout, *grads = gradients(y, [x_rows, out_rows, *weights], [dy[:, rows]])
+            dx, dout, *grads = self.finish_backward(dy[:, rows], (x[:, rows], out[:, rows], *weights), wanted)
             dout = dout.contiguous()
-            delta[:, :, rows] = output_delta(dout, out_rows.detach().contiguous(), backend=self.attention.backend)
+            delta[:, :, rows] = output_delta(dout, out[:, rows].contiguous(), backend=self.attention.backend)
             dy[:, rows], out[:, rows] = dx, dout
-            sums.add(weights, grads)
-            del y, dx, dout, grads, x_rows, out_rows
+            sums.add(trained, grads)
+            del dx, dout, grads
         options = layer.attention_options(inputs.seeds)
         if "sinks" in options:
             sums.add((options["sinks"],), (sink_gradient(options["sinks"].detach(), lse, delta),))

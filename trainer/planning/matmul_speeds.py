@@ -73,12 +73,13 @@ def speeds_of(target: Machine) -> DeviceSpeeds | None:
 
 
 def layers_of(model: Model) -> dict[str, list[tuple[int, int]]]:
-    """Return (inputs, outputs) of the linear layers of `project` and of `finish`, of one layer."""
+    """Return (inputs, outputs) of the linear layers of `project`, of `finish` and of its last one `down`, of one layer."""
     width = head_dim(model)
     heads, kv_heads = model.heads * width, model.kv_heads * width
     gates = 2 if model.activation == "swiglu" else 1
-    finish = [(heads, model.dim), *[(model.dim, model.mlp_dim)] * gates, (model.mlp_dim, model.dim)]
-    return dict(project=[(model.dim, heads), *[(model.dim, kv_heads)] * 2], finish=finish)
+    down = (model.mlp_dim, model.dim)
+    finish = [(heads, model.dim), *[(model.dim, model.mlp_dim)] * gates, down]
+    return dict(project=[(model.dim, heads), *[(model.dim, kv_heads)] * 2], finish=finish, down=[down])
 
 
 def measured_speeds(results: Path) -> list[dict[str, Any]]:

@@ -126,15 +126,17 @@ class StepTimer:
         layers = self.model.layers
         grouped = bool(plan.heads) and plan.heads < self.model.kv_heads
         chunks = -(-self.rows // plan.rows) if plan.rows else 1
-        projects, finishes, again = 0, 0, 0.0  # forwards that the backward computes again
+        projects, finishes, skipped, again = 0, 0, 0, 0.0  # forwards that the backward computes again, and last matmuls of them
         if not plan.keeps_everything:
-            # The backward computes both functions once more; project a second time where heads or rows are split, again for
-            # attention without a kept out; finish again for each layer that leads to another one of its segment.
+            # The backward computes both functions once more (compiled, finish without its last matmul); project a second
+            # time where heads or rows are split, again for attention without a kept out; finish again for each layer that
+            # leads to another one of its segment.
             projects = layers * (1 + (grouped or chunks > 1)) + layers - plan.outs
             finishes = layers + layers - len(plan.segments(layers))
+            skipped = layers * validate.compiles(self.config, self.target.gpu, streamed=True)
             again = sum(self.attention[: layers - plan.outs])
-        project, finish = (self._matmuls(name, plan) for name in ("project", "finish"))
-        matmuls = layers * (sum(project) + sum(finish)) + projects * project[0] + finishes * finish[0]
+        project, finish, down = (self._matmuls(name, plan) for name in ("project", "finish", "down"))
+        matmuls = layers * (sum(project) + sum(finish)) + projects * project[0] + finishes * finish[0] - skipped * down[0]
         attention = (sum(self.attention) + again) / self.forward + 2.5 * sum(self.attention) / self.backward
         if self.ring > 1 and plan.heads == 1 and self.model.kv_heads > 1:
             attention *= 1 + SINGLE_HEAD * min(1.0, SINGLE_HEAD_ROWS / self.rows)
@@ -157,10 +159,10 @@ class StepTimer:
         return times
 
     def _matmuls(self, name: str, plan: MemoryPlan) -> tuple[float, float]:
-        """Seconds of a step's matmuls of `project` or `finish` in one layer, in forward and backward."""
+        """Seconds of a step's matmuls of `project`, `finish` or its last one `down` in one layer, in forward and backward."""
         if self.speeds is not None:
             return self._cached_matmuls(name, plan.chunk_rows(self.rows) * self.config.data.micro_batch)
-        weights = dict(project=self.project, finish=self.finish)[name]
+        weights = dict(project=self.project, finish=self.finish, down=self.model.mlp_dim * self.model.dim)[name]
         forward = 2 * weights * self.tokens / self.target.matmuls
         return forward, 2 * forward
 

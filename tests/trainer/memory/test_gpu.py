@@ -106,26 +106,19 @@ def test_tensors_of_the_mlps_width(activation: str, compiled: bool) -> None:
             vocabulary=512, layers=1, dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=width, activation=activation
         )
         layer: Any = GPT(shape).to(GPU, torch.bfloat16).layers[0]
-        finish = row_functions(shape).finish
-        finish = torch.compile(finish, dynamic=False) if compiled else finish
-        weights = [weight for weight in layer.finish_weights() if weight is not None]
+        functions = row_functions(shape)
+        calls = [functions.finish, functions.finish_backward]
+        finish, finish_backward = [torch.compile(call, dynamic=False) for call in calls] if compiled else calls
         x, out = (torch.randn(1, ROWS // 64, *size, device=GPU, dtype=torch.bfloat16) for size in ((1024,), (8, 128)))
-        peaks.append([peak_of(run, finish, x, out, layer.finish_weights(), weights) for run in (run_forward, run_backward)])
+        inputs = x, out, *layer.finish_weights()
+        wanted = tuple(i for i, each in enumerate(inputs) if each is not None)
+        with torch.no_grad():
+            peaks.append([peak_of(finish, *inputs), peak_of(finish_backward, torch.ones_like(x), inputs, wanted)])
     config = config_of(4096)
     config.model.activation, config.engine.compile = activation, "on" if compiled else "off"
     per_tensor = 2048 * (ROWS // 64) * 2  # bytes of a tensor, for the difference of the widths
     found = [(large - small) / per_tensor for small, large in zip(*peaks, strict=True)]
     assert found == pytest.approx(mlp_widths(config, gpu=True), abs=0.1)
-
-
-def run_forward(finish: Any, x: Tensor, out: Tensor, arguments: Any, weights: list[Tensor]) -> None:
-    with torch.no_grad():
-        finish(x, out, *arguments)
-
-
-def run_backward(finish: Any, x: Tensor, out: Tensor, arguments: Any, weights: list[Tensor]) -> None:
-    x, out = x.detach().requires_grad_(), out.detach().requires_grad_()
-    torch.autograd.grad(finish(x, out, *arguments), [x, out, *weights], torch.ones_like(x))
 
 
 def peak_of(run: Any, *arguments: Any) -> int:

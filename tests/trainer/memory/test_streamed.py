@@ -160,6 +160,29 @@ def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == first
 
 
+def test_compiled_backward_of_finish_computes_no_y() -> None:
+    """Three matmuls again (o, gate and up, not down), and two for the gradients of each of the four."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import decompositions
+
+    matmuls = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        matmuls.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return graph.forward
+
+    model = build("x/1", shape := Model(**SHAPE), LENGTH)
+    torch._dynamo.reset()
+    model.segments[0].streaming.compile(backend=aot_autograd(fw_compiler=record, decompositions=decompositions))
+    layer, x = model.layers[0], torch.randn(2, LENGTH, shape.dim, dtype=torch.float64)
+    arguments = x, torch.randn(2, LENGTH, layer.heads, shape.head_dim, dtype=torch.float64), *layer.finish_weights()
+    wanted = tuple(i for i, each in enumerate(arguments) if each is not None)
+    with torch.no_grad():
+        model.segments[0].streaming.finish_backward(x, arguments, wanted)
+    assert matmuls == [3 + 2 * 4]
+
+
 # ---- bf16
 
 
