@@ -254,8 +254,8 @@ def train(result: Result) -> str:
     """Render whole training steps, a row per run, then the loss differences between runs that should agree."""
     lines = [
         "| run | tokens/s | TFLOP/s per GPU, attention counted 3.5× (3×) | MFU 3.5× (3×) | peak GiB: measured, planned "
-        "| profiled step: share outside matmuls and attention |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| s per step: measured, planned | profiled step: share outside matmuls and attention |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in result["rows"]:
         split = " × ".join(f"{name} {size}" for name, size in row["split"].items() if size > 1) or "no split"
@@ -264,6 +264,8 @@ def train(result: Result) -> str:
         cells = [f"{row['tokens_per_s']:,.0f}", f"{_number(row['tflops_3.5x'])} ({_number(row['tflops_3x'])})"]
         cells.append(f"{row['mfu_3.5x']:.1%} ({row['mfu_3x']:.1%})" if "mfu_3x" in row else "–")
         cells.append(f"{row['gib']:.1f}, {row['planned_gib']:.1f}" if "gib" in row else "–")
+        planned = f"{row['planned_seconds']:.3g}" if "planned_seconds" in row else "–"
+        cells.append(f"{row['seconds']:.3g}, {planned}" if "seconds" in row else "–")
         cells.append(f"{1 - row['shares']['attention'] - row['shares']['products']:.1%}" if "shares" in row else "–")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if result["differences"]:

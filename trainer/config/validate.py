@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("tracking.wandb", ("offline", "online"), ("tracking.project", "tracking.entity", "tracking.tags")),
     ("tracking.wandb", ("online",), ("tracking.init_timeout",)),
     ("evaluate.batches", (), ("evaluate.every", "evaluate.bins")),
-    ("evaluate.sample", (), ("evaluate.temperature",)),
+    ("evaluate.sample", (), ("evaluate.temperature", "evaluate.sample_every")),
 )
 USED_ONLY_BY_SOURCES = (
     ("kind", ("text",), ("text_key",)),
@@ -58,7 +58,7 @@ def validate_config(config: Config, world_size: int, planning: bool = False) -> 
     if problems:
         return problems  # the rules below may divide by these values
     problems += validate_rope(config.rope)
-    if config.hardware != Hardware() and not planning:
+    if replace(config.hardware, ignore_plan=False) != Hardware() and not planning:
         problems.append(f"hardware.name={config.hardware.name}: only `ringspan check` plans for a machine; leave it out")
     if config.hardware.host_gib and (config.hardware.name == "cpu" or not on_gpu(config)):
         problems.append(

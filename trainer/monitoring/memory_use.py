@@ -95,11 +95,12 @@ class MemoryUse:
             parts.append(f"{self.planned.seconds:.3g} s per step planned, {median:.3g} measured ({off})")
         return [f"memory plan {self.planned.plan}: {'; '.join(parts)}", ""]
 
-    def out_of_memory(self, smaller: PlannedStep | None) -> str:
+    def out_of_memory(self, smaller: PlannedStep | None, available: float) -> str:
         """Return what an out-of-memory error was about.
 
         Args:
             smaller: the next plan to try; None if there is none.
+            available: bytes of this rank's device.
         """
         allocated = torch.cuda.memory_allocated(self.device) if self.gpu else 0
         peak = max(allocated, torch.cuda.max_memory_allocated(self.device) if self.gpu else 0)
@@ -109,7 +110,7 @@ class MemoryUse:
         phase = self.planned.need.phase(self.current)
         return (
             f"out of memory in phase {self.current!r}: {phase / GIB:.2f} GiB were planned for it, {peak / GIB:.2f} GiB are "
-            f"allocated (plan {self.planned.plan}); {hint}"
+            f"allocated, {available / GIB:.2f} GiB are available (plan {self.planned.plan}); {hint}"
         )
 
     def _row(self, name: str) -> dict[str, Any]:
