@@ -227,9 +227,13 @@ def ring(result: Result) -> str:
                 names = {"wrong": "wrong result", "failed": "fails", "refused": "refused"}
                 cells.append(names.get(row["status"], "–"))
         lines.append(f"| {setting['name']} | " + " | ".join(cells) + " |")
-    host = [f"{row['label']} {row['both_host_share']:.0%}" for row in result["rows"] if "both_host_share" in row]
+    host: dict[str, list[str]] = {}  # of the settings, in their order
+    for row in result["rows"]:
+        if "both_host_share" in row:
+            host.setdefault(row["label"], []).append(f"{row['both_host_share']:.0%}")
     if host:
-        lines += ["", f"Time of the host's launches as a share of the time: {', '.join(host)}."]
+        shares = ", ".join(f"{label} {' and '.join(each)}" for label, each in host.items())
+        lines += ["", f"Time of the host's launches as a share of the time: {shares}."]
     refusals = dict.fromkeys(f"- {row['label']}: {row['note']}" for row in result["rows"] if row["status"] == "refused")
     if refusals:
         lines += ["", "Refused:", "", *refusals]
