@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -151,10 +152,20 @@ class _WatchThread:
                 with suppress(Exception):
                     flush.start()
                     flush.join(1)
+                for release in _before_end:
+                    with suppress(Exception):
+                        if (call := release()) is not None:
+                            call()
                 os._exit(1)
 
 
 _watch_thread = _WatchThread()
+_before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+def before_end(release: Callable[[], None]) -> None:
+    """Register a method that the watch thread calls before it ends the process."""
+    _before_end.append(weakref.WeakMethod(release))
 
 
 def expect(awaited: str, timeout_s: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:

@@ -8,7 +8,8 @@ concurrently with a kernel that occupies all of them. Counters only grow. Each r
 the ranks that wait for it.
 
 Every wait is for a signal that all ranks enqueue earlier in the same program. So waits cannot form a cycle, even if streams
-share a hardware queue. A wait has no timeout of its own: `progress` watches it and ends a process that has stalled.
+share a hardware queue. A wait has no timeout of its own: `progress` watches it and ends a process that has stalled. `release`
+ends the waits first, because the driver holds up the exit of a process whose streams wait for about a minute.
 """
 
 import ctypes
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from ringspan.parallel.coordination import progress
+
 # Kinds of signals. Each counts fetches or gradient returns, which all ranks number alike.
 SLOT_FREE = 0  # reader to owner: the reader's K/V slot may be overwritten
 KV_WRITTEN = 1  # owner to reader: the owner's rows are in the reader's slot
@@ -28,6 +31,8 @@ NUM_SIGNALS = 4
 
 WAIT, WRITE = 1, 2  # CUstreamBatchMemOpType of the driver, for 32 bits
 NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED of the driver
+RELEASED = 2**31 - 1  # a count that ends every wait
+RELEASE_STREAMS = 8  # a new stream may share a hardware queue with one that waits, so several write
 
 
 class GpuSignals:
@@ -46,6 +51,7 @@ class GpuSignals:
         size, kinds = len(bases), range(NUM_SIGNALS)
         self.remote_addresses = [[base + 4 * (kind * size + self.rank) for base in bases] for kind in kinds]
         self.local_addresses = [[bases[self.rank] + 4 * (kind * size + rank) for rank in range(size)] for kind in kinds]
+        progress.before_end(self.release)
 
     def signal(self, kind: int, count: int, ranks: tuple[int, ...]) -> None:
         """Signal `count` to these ranks, after all work enqueued on the current stream so far."""
@@ -71,6 +77,14 @@ class GpuSignals:
         if status != 0:
             remedy = "use transport='p2p', which needs no signals" if status == NOT_SUPPORTED else "perhaps an earlier kernel's"
             raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
+
+    def release(self) -> None:
+        """End all waits for this rank's counters. Later results are wrong: only for a process that exits."""
+        addresses = [address for kind in self.local_addresses for address in kind]
+        writes = [_StreamMemoryOp(operation=WRITE, address=address, count=RELEASED) for address in addresses]
+        batch = (_StreamMemoryOp * len(writes))(*writes)
+        for _ in range(RELEASE_STREAMS):
+            _driver()(torch.cuda.Stream(self.device).cuda_stream, len(batch), batch, 0)
 
 
 class _StreamMemoryOp(ctypes.Structure):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ringspan.parallel.transport import gpu_signals
-from ringspan.parallel.transport.gpu_signals import GRADS_READY, SLOT_FREE, WAIT, WRITE, GpuSignals
+from ringspan.parallel.transport.gpu_signals import GRADS_READY, NUM_SIGNALS, SLOT_FREE, WAIT, WRITE, GpuSignals
 
 RANKS = 3
 
@@ -80,6 +80,14 @@ def test_signal_and_wait_signals_first(signals_of_ranks: list[GpuSignals]) -> No
     signals_of_ranks[1].signal_and_wait(GRADS_READY, 1, (0,), (0,))
     signals_of_ranks[0].signal_and_wait(GRADS_READY, 1, (1, 2), (1,))
     assert not wait_ends(signals_of_ranks[0], GRADS_READY, 1, 2)
+
+
+def test_release_ends_the_waits_of_its_own_rank(signals_of_ranks: list[GpuSignals], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=5))
+    signals_of_ranks[1].release()
+    for kind in range(NUM_SIGNALS):
+        assert wait_ends(signals_of_ranks[1], kind, 10**9, 0, 1, 2)
+        assert not wait_ends(signals_of_ranks[0], kind, 1, 1) and not wait_ends(signals_of_ranks[2], kind, 1, 1)
 
 
 @pytest.mark.parametrize("status, words", [(801, "error 801, use transport='p2p'"), (700, "error 700, perhaps an earlier")])
