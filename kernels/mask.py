@@ -146,11 +146,14 @@ class Mask:
         ids = [torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(counts)]
         return cls(causal, window, torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32), prefix)
 
-    def bounds(self, device: torch.device | str = "cpu") -> Bounds:
-        """Return the mask's numbers with its tensors on `device`; they are copied there once, without a host sync."""
+    def bounds(self, device: torch.device | str | None = None) -> Bounds:
+        """Return the mask's numbers, with its tensors on `device`, or where they are.
+
+        They are copied to a GPU once, without a host sync. A copy from a GPU to the CPU waits for the GPU.
+        """
         bounds = self._bounds
         tensors = [t for t in bounds.tensors if t is not None]
-        if not tensors:
+        if device is None or not tensors:
             return bounds
         device = torch.device(device)
         if all(t.device == device for t in tensors):

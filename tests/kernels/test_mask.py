@@ -124,6 +124,14 @@ def test_documents_need_no_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
 
 
+def test_bounds_stay_where_they_are() -> None:
+    """Reading rules of documents on a GPU must not copy them: that waits for the GPU. A copy from "meta" would raise."""
+    mask = Mask.from_bounds(Mask(causal=True, window=3, documents=packed(2, 6)).bounds("meta"))
+    assert mask.bounds().starts is mask.bounds("meta").starts
+    with pytest.raises(NotImplementedError, match="meta"):
+        mask.bounds("cpu")
+
+
 def test_a_mask_made_in_inference_mode_works_in_training(device: str) -> None:
     """Made or copied to a device in inference mode, its tensors can be saved for a backward."""
     ids = torch.arange(16) // 6

@@ -158,6 +158,11 @@ def test_documents_on_the_gpu(ranks: int, gpus) -> None:
 
 
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
+def test_packed_documents_need_no_synchronisation(transport: str, gpus) -> None:
+    gpus(2)(functools.partial(jobs.packed_without_synchronisation, transport), patience=300)
+
+
+@pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_transfers_overlap_kernels(transport: str, tmp_path: Path, gpus) -> None:
     pytest.importorskip("matplotlib")
     path = str(tmp_path / "ring.png")

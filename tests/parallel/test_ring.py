@@ -147,6 +147,12 @@ def test_a_short_window_has_few_kernels(
     assert sum(num_keys for _, num_keys in rows["block_backward"]) == n + (128 if backward > 2 or rank else 0)
 
 
+def test_rules_of_documents_on_a_gpu_are_read_without_a_copy() -> None:
+    """A copy to the CPU waits for the GPU. One from "meta" would raise."""
+    mask = Mask.from_bounds(Mask(causal=True, window=3, documents=[0, 0, 1, 1, 1, 1, 1, 1]).bounds("meta"))
+    assert ring.equivalent_rows(8, mask) == (8 * 3) ** 0.5
+
+
 @pytest.mark.parametrize(
     "splits_heads, changes",
     [
