@@ -116,7 +116,8 @@ def train_in_turns(folder: str, own: str, turns: str, steps: str, *options: str)
     raise SystemExit(train.main(list(options)))
 
 
-def compare(name: str, base: Path, port: int) -> dict[str, Any]:
+def compare(name: str, base: Path, logs: Path, port: int) -> dict[str, Any]:
+    """Run a comparison. The checkouts' output goes into files in `logs`, which show how far a cut comparison came."""
     run = COMPARISONS[name]
     with tempfile.TemporaryDirectory() as text:
         folder, processes = Path(text), {}
@@ -127,11 +128,11 @@ def compare(name: str, base: Path, port: int) -> dict[str, Any]:
             command = [sys.executable, "-m", *launch, __file__, text, own, str(run.turns), str(run.steps), *options]
             paths = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
             environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-            log = (folder / f"{own}.log").open("w")
+            log = (logs / f"{name}-{own}.log").open("w")
             processes[own] = subprocess.Popen(command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT)
         for own, process in processes.items():
             if process.wait():
-                print((folder / f"{own}.log").read_text()[-3000:])
+                print((logs / f"{name}-{own}.log").read_text()[-3000:])
         last = {own: folder / f"{own}-{run.turns - 1}-0" for own in processes}
         if not all(path.exists() for path in last.values()):
             return dict(options=run.options, error="a checkout did not finish")
@@ -159,7 +160,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     results: dict[str, Any] = dict(kind="steps of two commits", device=device, base=commit(args.base), results={})
     for number, name in enumerate(args.names):
-        results["results"][name] = found = compare(name, args.base, args.port + 2 * number)
+        results["results"][name] = found = compare(name, args.base, args.out.parent, args.port + 2 * number)
         print(name, {key: found[key] for key in ("median", "speed", "error") if key in found}, flush=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
