@@ -45,7 +45,7 @@ class Comparison:
     steps: int = 4  # of a turn, the first included
 
 
-ATTENTION_KEPT = dict(base="engine.activations=attention", new="engine.memory='x/1 outs=16'")
+ATTENTION_KEPT: dict[str, Any] = dict(base="engine.activations=attention", new="engine.memory='x/1 outs=16'")
 ONE_B, WIDTH_8B = "model=llama-1b engine=zero1 data.batch=1", "model=llama-8b engine=zero1 model.layers=4 data.batch=1"
 GPT2 = "model=gpt2-124m engine=zero1 data.length=8k data.batch=32 data.micro_batch=4"
 COMPARISONS = {
