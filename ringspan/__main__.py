@@ -11,6 +11,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "launch": ("ringspan.launch.__main__", "start the ranks of this machine and train"),
     "train": ("ringspan.trainer.train", "train as one rank; torchrun … -m ringspan.trainer.train starts several"),
     "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
+    "evaluate": ("ringspan.trainer.evaluation.command", "evaluate a checkpoint on long-context tasks: tables, JSON, a figure"),
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
     "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
@@ -22,7 +23,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),
 }
 TRAIN_EXTRA = ("hydra", "omegaconf", "deepspeed", "wandb")  # packages of ringspan[train]
-NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "generate", "export", "results", "parity")
+NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "evaluate", "generate", "export", "results", "parity")
 
 
 def usage() -> str:

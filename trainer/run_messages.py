@@ -14,7 +14,7 @@ from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.config.mixture import BLOCK, only_shards
 from ringspan.trainer.config.schema import Config, Model
 from ringspan.trainer.data.dataset import Corpus, Dataset
-from ringspan.trainer.evaluate import Report
+from ringspan.trainer.evaluation.held_out import Report
 from ringspan.trainer.monitoring import tracking
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import Machine

@@ -89,8 +89,8 @@ class Source:
 
     kind: str = option(
         "stdlib",
-        "stdlib: source code of Python's standard library; recall, passkey: synthetic tasks",
-        choices=("stdlib", "text", "tokens", "recall", "passkey"),
+        "stdlib: source code of Python's standard library; recall, passkey, needles: synthetic tasks",
+        choices=("stdlib", "text", "tokens", "recall", "passkey", "needles"),
     )
     weight: float = option(1.0, "share of the sequences, relative to the weights of the other sources", least=0)
     paths: list[str] = option([], "text: files, folders, globs or .jsonl; tokens: shards of uint16 or uint32")
@@ -104,7 +104,12 @@ class Source:
         0.06, "recall: share of tokens that are facts, all in the first quarter; 0: one fact per key", least=0
     )
     questions: float = option(0.25, "recall: share of tokens that are questions", above=0)
-    digits: int = option(5, "passkey: digits of the hidden number", least=1)
+    digits: int = option(5, "passkey, needles: digits of a hidden number", least=1)
+    families: list[str] = option(
+        ["single", "multi_key", "multi_value", "multi_query", "variables", "two_facts"],
+        "needles: families to draw from, with equal shares",
+    )
+    num_questions: int = option(16, "needles: questions per sequence", least=1)
 
 
 @dataclass
@@ -243,6 +248,9 @@ class Debug:
     profile: list[int] = option([], "steps to trace with torch.profiler, into the run's folder")
     memory: list[int] = option([], "steps after which a GPU memory snapshot is written (for pytorch.org/memory_viz)")
     bad_steps: int = option(5, "consecutive steps with non-finite gradients, or without labels, before the run stops", least=1)
+    cut_ring: bool = option(
+        False, "control: each rank attends to its own contiguous shard only, so that what another rank holds is not used"
+    )
     watchdog: float = option(300.0, "seconds without progress before the watchdog names the late rank; 0: off", least=0)
 
 

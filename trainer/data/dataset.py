@@ -29,6 +29,7 @@ from ringspan.trainer.config.mixture import BLOCK, shares
 from ringspan.trainer.data import tokenizer as tokenizers
 from ringspan.trainer.data.cache import Damaged
 from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
+from ringspan.trainer.data.needles import Needles
 from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
@@ -102,7 +103,7 @@ class Corpus:
 class Synthetic:
     """Windows of a synthetic task."""
 
-    def __init__(self, task: Recall | Passkey, seed: int) -> None:
+    def __init__(self, task: Recall | Passkey | Needles, seed: int) -> None:
         self.task, self.seed = task, seed
 
     def window(self, number: int, positions: np.ndarray) -> Window:
@@ -159,6 +160,9 @@ class Dataset:
                 )
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
+            if source.kind == "needles":
+                shape = source.families, source.num_questions, source.digits
+                return Synthetic(Needles(tokenizer, self.length, *shape, evaluation=part == "held_out"), seed)
             if name not in self.opened:
                 self.opened[name] = open_source(source, tokenizer, vocabulary, options.cache, options.verify == "full")
             return Corpus(self.opened[name].subset(part == "held_out", options.held_out), self.length, seed)
