@@ -89,8 +89,9 @@ class Source:
 
     kind: str = option(
         "stdlib",
-        "stdlib: source code of Python's standard library; recall, passkey, needles: synthetic tasks",
-        choices=("stdlib", "text", "tokens", "recall", "passkey", "needles"),
+        "stdlib: source code of Python's standard library; packages: of installed packages too, as long documents; "
+        "recall, passkey, needles: synthetic tasks",
+        choices=("stdlib", "packages", "text", "tokens", "recall", "passkey", "needles"),
     )
     weight: float = option(1.0, "share of the sequences, relative to the weights of the other sources", least=0)
     paths: list[str] = option([], "text: files, folders, globs or .jsonl; tokens: shards of uint16 or uint32")

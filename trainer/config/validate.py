@@ -189,7 +189,7 @@ def validate_rope(rope: Rope) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     data, tokenizer = config.data, config.tokenizer
     if not data.sources:
-        yield "data.sources: there is none; choose data=mix, stdlib, recall, passkey, needles, text or tokens"
+        yield "data.sources: there is none; choose data=mix, stdlib, packages, recall, passkey, needles, text or tokens"
     elif not sum(source.weight for source in data.sources.values()):
         yield "data.sources: every weight is 0; set one above 0"
     else:
@@ -198,7 +198,7 @@ def _data(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     for name, source in data.sources.items():
-        if source.kind in ("stdlib", "recall", "passkey", "needles") and source.paths:
+        if source.kind not in ("text", "tokens") and source.paths:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; use kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: token shards do not store the vocabulary size; set model.vocabulary"

@@ -30,6 +30,7 @@ from ringspan.trainer.data import tokenizer as tokenizers
 from ringspan.trainer.data.cache import Damaged
 from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
 from ringspan.trainer.data.needles import Needles
+from ringspan.trainer.data.packages import open_packages
 from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
@@ -164,7 +165,12 @@ class Dataset:
                 shape = source.families, source.num_questions, source.digits
                 return Synthetic(Needles(tokenizer, self.length, *shape, evaluation=part == "held_out"), seed)
             if name not in self.opened:
-                self.opened[name] = open_source(source, tokenizer, vocabulary, options.cache, options.verify == "full")
+                full = options.verify == "full"
+                self.opened[name] = (
+                    open_packages(tokenizer, options.cache, full)
+                    if source.kind == "packages"
+                    else open_source(source, tokenizer, vocabulary, options.cache, full)
+                )
             return Corpus(self.opened[name].subset(part == "held_out", options.held_out), self.length, seed)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.sources.{name}: {error}") from None
