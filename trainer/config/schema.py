@@ -67,6 +67,9 @@ class Rope:
     beta_fast: float = option(32.0, "yarn: pairs with more rotations than this over original_length stay unscaled", above=0)
     beta_slow: float = option(1.0, "yarn: pairs with fewer rotations than this are fully interpolated", above=0)
     attention_factor: float = option(0.0, "yarn: scale of cos and sin; 0: 0.1 · ln(factor) + 1", least=0)
+    layers: str = option(
+        "all", "layers whose frequencies are scaled; full: only those without a window, as OLMo 3", choices=("all", "full")
+    )
     low_freq_factor: float = option(
         1.0, "llama3: pairs with fewer rotations than this over original_length are interpolated", above=0
     )

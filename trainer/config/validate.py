@@ -23,6 +23,7 @@ USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("model.positions", ("rope",), ("rope.base",)),
     ("model.positions", ("learned",), ("model.max_positions",)),
     ("rope.kind", ("yarn", "llama3"), ("rope.original_length",)),
+    ("rope.kind", ("linear", "ntk", "yarn", "llama3"), ("rope.layers",)),
     ("rope.kind", ("yarn",), ("rope.beta_fast", "rope.beta_slow", "rope.attention_factor")),
     ("rope.kind", ("llama3",), ("rope.low_freq_factor", "rope.high_freq_factor")),
     ("tokenizer.kind", ("hf", "tiktoken"), ("tokenizer.path", "tokenizer.begin", "tokenizer.end")),
@@ -172,6 +173,11 @@ def _model(config: Config) -> Iterator[str]:
     yield from validate_shape(model)
     if model.positions == "learned" and config.rope.kind != "base":
         yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; use rope=base"
+    if config.rope.layers == "full" and not (any(model.windows) and 0 in model.windows):
+        yield (
+            f"rope.layers=full, model.windows={model.windows}: it tells layers with a window from those without, and the "
+            "model does not have both; use rope.layers=all"
+        )
     if model.positions == "learned" and 0 < model.max_positions < config.data.length:
         yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 sets them"
 
