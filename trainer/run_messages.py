@@ -13,7 +13,7 @@ from ringspan.parallel.mesh import Mesh
 from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.config.mixture import BLOCK, only_shards
 from ringspan.trainer.config.schema import Config, Model
-from ringspan.trainer.data.dataset import Corpus, Dataset
+from ringspan.trainer.data.dataset import Corpus, Dataset, PackedCorpus
 from ringspan.trainer.evaluation.held_out import Report
 from ringspan.trainer.monitoring import tracking
 from ringspan.trainer.planning import flops
@@ -45,7 +45,8 @@ def corpus_lines(config: Config, data: Dataset, held_out: Dataset) -> Iterator[s
         if isinstance(source, Corpus) and isinstance(test, Corpus):
             read = config.steps * config.data.batch * config.data.length * share / BLOCK
             sizes = f"{tracking.with_unit(len(source.stream))} tokens and {tracking.with_unit(len(test.stream))} held out"
-            yield f"{name}: {sizes}; {config.steps} steps read {tracking.with_unit(read)}"
+            padding = f", {source.bins.padding:.1%} of them padding" if isinstance(source, PackedCorpus) else ""
+            yield f"{name}: {sizes}; {config.steps} steps read {tracking.with_unit(read)}{padding}"
 
 
 def resume_note(config: Config, step: int) -> str:

@@ -310,7 +310,7 @@ def test_muon_steps_have_the_length_of_the_learning_rate(tmp_path: Path, zero: i
 @pytest.mark.parametrize("cut", [False, True])
 def test_distant_facts_are_recalled_only_through_the_ring(tmp_path: Path, cut: bool) -> None:
     """A model of laptop size learns recall at 2k, where two ranks hold half each; with the ring cut it guesses, 1 in 8."""
-    options = ["experiment=laptop", "data=recall", "data.length=2048", "data.batch=4", "data.micro_batch=4", "steps=150"]
+    options = ["experiment=laptop", "data=recall", "data.length=2048", "data.batch=4", "data.micro_batch=4", "steps=110"]
     options += [f"runs={tmp_path}", "name=run", "parallel.device=cpu", "evaluate.sample=0", f"debug.cut_ring={cut}"]
     assert jobs.run_ranks(2, jobs.train_plain, options, limit=500) == [0, 0]
     far = json.loads((tmp_path / "run" / "finished.json").read_text())["held_out"]["far/recall"]

@@ -15,7 +15,7 @@ MODEL_FREE = ("name", "init_std", "dropout")  # they do not change what trained 
 TOKENIZER = ("kind", "begin", "end")
 SECTIONS = (  # (key of state.json, the options that it holds)
     ("model", "model."), ("rope", "rope."), ("tokenizer", "tokenizer."), ("length", "data.length"), ("data", "data.held_out"),
-    ("data", "data.sources"), ("data", "seed"),
+    ("data", "data.packing"), ("data", "data.sources"), ("data", "seed"),
 )  # fmt: skip
 WEIGHTS = ("model.", "rope.", "tokenizer.")  # of these options depends what weights mean; of the others, sample numbers
 
@@ -30,7 +30,8 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     described: dict[str, Any] = dict(model=asdict(model), rope=asdict(config.rope), tokenizer=asdict(config.tokenizer))
     described |= dict(length=config.data.length, tokens=only_shards(config.data) and config.tokenizer.kind == "bytes")
     sources = {name: {k: v for k, v in asdict(source).items() if k != "paths"} for name, source in config.data.sources.items()}
-    return described | dict(data=dict(sources=sources, held_out=config.data.held_out, seed=config.seed))
+    data = dict(sources=sources, held_out=config.data.held_out, packing=config.data.packing, seed=config.seed)
+    return described | dict(data=data)
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], weights_only: bool = False) -> dict[str, str]:
@@ -84,6 +85,7 @@ def _options(described: dict[str, Any]) -> dict[str, Any]:
         options["data.length"] = described["length"]
     if data:
         options |= {"data.held_out": data.get("held_out"), "seed": data.get("seed")}
+        options["data.packing"] = data.get("packing", "stream")
         for name, source in _mapping(data.get("sources")).items():
             values = asdict(Source()) | _mapping(source)
             options |= {f"data.sources.{name}.{key}": value for key, value in values.items() if key != "paths"}

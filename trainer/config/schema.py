@@ -128,6 +128,11 @@ class Data:
     sources: dict[str, Source] = field(
         default_factory=dict, metadata=dict(help="name: {kind: …, weight: …} of each source of the mixture")
     )
+    packing: str = option(
+        "stream",
+        "stream: windows of one stream of documents, no padding; best_fit: windows of whole documents, few cuts, some padding",
+        choices=("stream", "best_fit"),
+    )
     held_out: float = option(0.05, "share of a corpus held out from training, at most 16M tokens", above=0)
     cache: str = option("~/.cache/ringspan", "cache folder for tokenized text; the first run of a corpus tokenizes it")
     verify: str = option(
