@@ -12,6 +12,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "train": ("ringspan.trainer.train", "train as one rank; torchrun … -m ringspan.trainer.train starts several"),
     "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
     "evaluate": ("ringspan.trainer.evaluation.command", "evaluate a checkpoint on long-context tasks: tables, JSON, a figure"),
+    "tokenizer": ("ringspan.trainer.data.train_tokenizer", "train a tokenizer on installed packages or on text"),
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
     "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
@@ -23,7 +24,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),
 }
 TRAIN_EXTRA = ("hydra", "omegaconf", "deepspeed", "wandb")  # packages of ringspan[train]
-NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "evaluate", "generate", "export", "results", "parity")
+NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "evaluate", "generate", "export", "results", "parity", "tokenizer")
 
 
 def usage() -> str:

@@ -339,3 +339,12 @@ class Export:
     checkpoint: str = option("", "folder of a checkpoint, or of a run: its newest checkpoint")
     to: str = option("", "folder to write, in the format of Hugging Face")
     dtype: str = option("bf16", "dtype of the weights", choices=("bf16", "fp32"))
+
+
+@dataclass
+class TrainTokenizer:
+    """`ringspan tokenizer to=… size=…`"""
+
+    to: str = option("", "folder to write, with a tokenizer.json")
+    size: int = option(4096, "tokens, with 256 bytes and the end of a document", least=257)
+    paths: list[str] = option([], "files, folders or globs; empty: the packages of data=packages")
