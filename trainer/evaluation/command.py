@@ -1,6 +1,7 @@
-"""Evaluate a checkpoint on the long suite: tables by length and depth, JSON, and a figure.
+"""Evaluate a checkpoint: needle tasks by length and depth, or loss on held-out packages, as tables, JSON and a figure.
 
     ringspan evaluate runs/x --suite long --lengths 4k 8k 16k 32k --json x.json --plot x.png
+    ringspan evaluate runs/x --suite text --lengths 4k 32k --context 4k
     torchrun --nproc-per-node=2 -m ringspan.trainer.evaluation.command runs/x --lengths 128k     under a ring of two
 
 Every rank holds the whole model. --cut-ring is a control: each rank attends to its own shard only, in contiguous shards, so
@@ -9,6 +10,7 @@ that an answer beyond a shard can be right by chance alone.
 
 import argparse
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -24,7 +26,7 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data.needles import FAMILIES
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.distributed import DistributedContext
-from ringspan.trainer.evaluation import long_suite
+from ringspan.trainer.evaluation import long_suite, text_loss
 from ringspan.trainer.evaluation.cut_ring import model_attention
 
 PROGRAM = "ringspan evaluate"
@@ -48,12 +50,19 @@ def _parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=formatter)
     parser.add_argument("checkpoint", metavar="RUN", help="a run's folder, for its newest checkpoint, or a checkpoint")
-    parser.add_argument("--suite", choices=("long",), default="long", help="what to evaluate (default %(default)s)")
+    parser.add_argument("--suite", choices=("long", "text"), default="long", help="what to evaluate (default %(default)s)")
     parser.add_argument(
         "--lengths", nargs="+", type=_tokens, metavar="TOKENS", help="tokens per sequence, such as 4k 32k (default the run's)"
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[*FAMILIES], help="families (default all)")
-    parser.add_argument("--sequences", type=_count, default=100, help="sequences per family and length (default %(default)s)")
+    parser.add_argument(
+        "--sequences",
+        type=_count,
+        default=100,
+        help="sequences per family and length, or windows of text (default %(default)s)",
+    )
+    parser.add_argument("--context", type=_tokens, default=4096, help="text: tokens of the short context (default %(default)s)")
+    parser.add_argument("--cache", default="~/.cache/ringspan", help="text: folder of tokenized text (default %(default)s)")
     parser.add_argument("--questions", type=_count, default=16, help="questions per sequence (default %(default)s)")
     parser.add_argument("--micro-batch", type=_count, default=1, help="sequences per forward (default %(default)s)")
     parser.add_argument("--ring", type=int, default=0, help="ranks of a ring (default all; the others share the sequences)")
@@ -103,8 +112,11 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
             f"--lengths {lengths[-1]}: the model has learned {model.max_positions} positions; evaluate at most that, or "
             "train with model.positions=rope, which rope=yarn extends"
         )
-    for length in lengths:
-        long_suite.suite_data(tokenizer, length, args.families, args.questions)  # raises if the suite does not fit
+    if args.suite == "long":
+        for length in lengths:
+            long_suite.suite_data(tokenizer, length, args.families, args.questions)  # raises if the suite does not fit
+    elif args.plot or args.cut_ring or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--suite text: it has no figure and runs on one rank; leave out --plot, --cut-ring and torchrun")
     for path in (args.json, args.plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist; make it first")
@@ -118,16 +130,20 @@ def _evaluate(
 ) -> dict[str, Any]:
     device, mesh = distributed.device, distributed.mesh
     model = restored.build(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    rows, seconds = [], {}
+    rows: list[dict[str, Any]] = []
+    seconds = {}
     for length in lengths:
         began = time.perf_counter()
         layout = mesh.layout("contiguous" if args.cut_ring else "zigzag", length)
-        model.attention = model_attention(layout, mesh, cut=args.cut_ring)
-        data = long_suite.suite_data(tokenizer, length, args.families, args.questions)
-        ranks = mesh.data_rank, mesh.data, distributed.sum
-        rows += long_suite.score(
-            model, data, args.sequences, layout.positions(mesh.context_rank), device, args.micro_batch, *ranks
-        )
+        if args.suite == "long":
+            model.attention = model_attention(layout, mesh, cut=args.cut_ring)
+            data = long_suite.suite_data(tokenizer, length, args.families, args.questions)
+            ranks = mesh.data_rank, mesh.data, distributed.sum
+            positions = layout.positions(mesh.context_rank)
+            rows += long_suite.score(model, data, args.sequences, positions, device, args.micro_batch, *ranks)
+        else:
+            data, context = text_loss.text_data(tokenizer, length, args.cache), min(args.context, length // 4)
+            rows.append(text_loss.text_loss(model, data, args.sequences, context, device))
         seconds[str(length)] = round(time.perf_counter() - began, 1)
         if distributed.rank == 0:
             print(f"{long_suite.short(length)}: {seconds[str(length)]} s", file=sys.stderr, flush=True)
@@ -135,7 +151,7 @@ def _evaluate(
     sources = state.get("data", {}).get("sources", {}).values()
     trained = {name for source in sources if source.get("kind") == "needles" for name in source.get("families", [])}
     return dict(
-        kind="long-suite",
+        kind=f"{args.suite}-suite",
         checkpoint=f"{restored.folder.parent.parent.name}/{restored.folder.name}",
         trained_length=restored.length,
         trained_families=sorted(trained),
@@ -145,6 +161,7 @@ def _evaluate(
         cut_ring=args.cut_ring,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         sequences=args.sequences,
+        data={name: source.get("sha256") for name, source in state.get("fingerprint", {}).items()},
         seconds=seconds,
         rows=rows,
     )
@@ -152,7 +169,10 @@ def _evaluate(
 
 def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
     rows, trained = result["rows"], result["trained_length"]
-    print(long_suite.report(rows, trained, result["trained_families"]))
+    if args.suite == "long":
+        print(long_suite.report(rows, trained, result["trained_families"]))
+    else:
+        print(text_loss.report(rows))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"\nwritten: {args.json}")
