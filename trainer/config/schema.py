@@ -339,6 +339,7 @@ class Export:
     checkpoint: str = option("", "folder of a checkpoint, or of a run: its newest checkpoint")
     to: str = option("", "folder to write, in the format of Hugging Face")
     dtype: str = option("bf16", "dtype of the weights", choices=("bf16", "fp32"))
+    max_file_mib: int = option(0, "largest file in MiB, unless one tensor is larger; 0: 4096", least=0)
 
 
 @dataclass

@@ -80,8 +80,8 @@ class Report:
         return values
 
 
-class Sums(NamedTuple):
-    """Sums over all ranks of some windows."""
+class MeasuredWindows(NamedTuple):
+    """MeasuredWindows over all ranks of some windows."""
 
     by_position: np.ndarray  # (sources, bins, 2): loss and labels
     answers: dict[WindowKey, Answers]
@@ -128,7 +128,7 @@ def measure(
     data_size: int = 1,
     reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
     on_batch: Callable[[int], Any] = lambda number: None,
-) -> Sums:
+) -> MeasuredWindows:
     """Sum losses by position, and find the right answers. An answer is right if each of its tokens is the most likely one.
 
     Args:
@@ -176,7 +176,7 @@ def measure(
 
     sums = reduce(torch.from_numpy(np.concatenate([by_position.ravel(), wrong])).to(device)).cpu().numpy()
     size = by_position.size
-    return Sums(sums[:size].reshape(by_position.shape), answers, sums[size:] == 0)
+    return MeasuredWindows(sums[:size].reshape(by_position.shape), answers, sums[size:] == 0)
 
 
 def _report(
