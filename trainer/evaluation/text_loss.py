@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringspan.trainer.config.schema import Data, Source
-from ringspan.trainer.data.dataset import NO_LABEL, Batch, Dataset
+from ringspan.trainer.data.dataset import NO_LABEL, Batch, Corpus, Dataset
 from ringspan.trainer.data.tokenizer import Tokenizer
 
 Row = dict[str, Any]
@@ -46,7 +46,9 @@ def text_loss(
     length = data.length
     if context < 1 or length % (2 * context):
         raise ValueError(f"context={context}, length={length}: take a context whose double divides the length")
-    windows = range(min(num_windows, data.sources[0].num_windows))
+    source = data.sources[0]
+    assert isinstance(source, Corpus)
+    windows = range(min(num_windows, source.num_windows))
     sums = np.zeros(2)  # loss and labels
     far = np.zeros(3)  # labels, full and short losses
     for number in windows:
@@ -60,9 +62,9 @@ def text_loss(
             short = losses(forward, cut, device)
             far += chosen.sum(), each[chosen].sum(), short[counted].sum()
             assert counted.sum() == chosen.sum()
-    num, full, short = (float(x) for x in far)
+    num, full, near = (float(x) for x in far)
     row: Row = dict(length=length, windows=len(windows), loss=float(sums[0] / max(sums[1], 1)), context=context, far=int(num))
-    return row | dict(full=full / num if num else None, short=short / num if num else None)
+    return row | dict(full=full / num if num else None, short=near / num if num else None)
 
 
 def losses(forward: Callable[..., tuple[Tensor, ...]], batch: Batch, device: torch.device) -> np.ndarray:
