@@ -254,8 +254,8 @@ def train(result: Result) -> str:
     """Render whole training steps, a row per run, then the loss differences between runs that should agree."""
     lines = [
         "| run | tokens/s | TFLOP/s per GPU, attention counted 3.5× (3×) | MFU 3.5× (3×) | peak GiB: measured, planned "
-        "| profiled step: share outside matmuls and attention |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| s per step: measured, planned | profiled step: share outside matmuls and attention |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in result["rows"]:
         split = " × ".join(f"{name} {size}" for name, size in row["split"].items() if size > 1) or "no split"
@@ -264,6 +264,8 @@ def train(result: Result) -> str:
         cells = [f"{row['tokens_per_s']:,.0f}", f"{_number(row['tflops_3.5x'])} ({_number(row['tflops_3x'])})"]
         cells.append(f"{row['mfu_3.5x']:.1%} ({row['mfu_3x']:.1%})" if "mfu_3x" in row else "–")
         cells.append(f"{row['gib']:.1f}, {row['planned_gib']:.1f}" if "gib" in row else "–")
+        planned = f"{row['planned_seconds']:.3g}" if "planned_seconds" in row else "–"
+        cells.append(f"{row['seconds']:.3g}, {planned}" if "seconds" in row else "–")
         cells.append(f"{1 - row['shares']['attention'] - row['shares']['products']:.1%}" if "shares" in row else "–")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if result["differences"]:
@@ -308,6 +310,27 @@ TERMS = {
     "a ring's backward": "ring, backward",
 }
 UNITS = {"time": "time", "cycles": "clock cycles"}
+
+
+def long_step(result: Result) -> str:
+    """Render a long training step: planned and measured memory and time."""
+    planned, alone, phases = result["predicted"], result["attention_alone"], result["phases"]
+    lines = [
+        "| | planned | measured |",
+        "|---|--:|--:|",
+        f"| one step, s | {planned['seconds']:.1f} | {result['seconds']:.1f} |",
+        f"| peak allocated, GiB | {planned['gib']:.2f} | {result['gib']:.2f} |",
+        f"| peak reserved by torch, GiB | – | {result['gib_reserved']:.2f} |",
+        f"| GPU memory outside of torch's allocator, GiB | – | {max(phase['outside'] for phase in phases):.2f} |",
+        f"| pinned host memory, GiB | {planned['host_gib']:.2f} | {phases[-1]['host_pinned']:.2f} |",
+        f"| host memory of the process at its peak, GiB | – | {max(phase['host_peak'] for phase in phases):.2f} |",
+        f"| TFLOP/s per GPU, attention counted 3.5× | – | {result['step_tflops']:.0f} |",
+        f"| attention's kernel alone at this length, TFLOP/s | – | {alone['tflops']:.0f} |",
+        "",
+        f"Plan `{planned['plan']}`, {planned['gpus']} × {result['device']}, {result['date'][:10]}: "
+        f"`ringspan launch {' '.join(planned['options'])}`",
+    ]
+    return "\n".join(lines)
 
 
 def tries(result: Result) -> str:
@@ -391,6 +414,7 @@ KINDS: dict[str, Callable[[Result], str]] = {
     "ring": ring,
     "rehearsal": rehearsal,
     "train": train,
+    "long step": long_step,
     "tries": tries,
 }
 PARTS: dict[str, Callable[[Result, str, list[str]], str]] = {"attention": speed, "tries": experiment}

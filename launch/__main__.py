@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "--ranks" in argv or "--ranks=" in argv:
             raise compose.ConfigError("--ranks takes a number, written with =: --ranks=2")
+        counts_gpus = not rank_flags and validate.has_gpu()  # imports torch, which takes seconds
+        if counts_gpus and not {"--help", "-h", "--cfg", "-c"} & {text.partition("=")[0] for text in rest}:
+            print("starting a rank per GPU …", flush=True)
         num_ranks = _num_ranks(rank_flags)
         flags, overrides = compose.split_flags(rest)
         jobs = _number_names(compose.sweep(overrides, flags.get("config-dir"))) if multirun else [overrides]
@@ -43,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["WORLD_SIZE"] = str(num_ranks)  # for the check below; the supervisor sets it for the ranks
     configs = [compose.main(PROGRAM, __doc__, [*flag_words, *job]).config for job in jobs]  # exits on a wrong config
     del os.environ["WORLD_SIZE"]
+    if not counts_gpus:
+        print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} …", flush=True)
     if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
         print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}, so they run slowly", file=sys.stderr)
     if len(jobs) == 1:
@@ -56,16 +61,20 @@ def main(argv: list[str] | None = None) -> int:
         first = run_folder.choose(config, number=1)
         same_name[first] += 1
         folder = run_folder.choose(config, number=same_name[first])
+        words = [*flag_words, *job]
         if _is_finished(config, folder):
             print(f"{os.path.relpath(folder)} is finished, so it is not run again; checkpoint.resume=none runs it again")
-            runs.append((label, folder, 0))
-            continue
-        folder = run_folder.choose(config)
-        code, stopped = start([*flag_words, *job], num_ranks)
+            if not _evaluates_again(config, folder):
+                runs.append((label, folder, 0))
+                continue
+            words += [f"name={folder.name}"] * (not config.name)
+        else:
+            folder = run_folder.choose(config)
+        code, stopped = start(words, num_ranks)
         runs.append((label, folder, code))
         if stopped or code == 2:  # a signal stops the whole sweep; a wrong option (exit code 2) is in every job
             break
-    print(f"\n{sweep.table(runs)}")
+    print(f"\n{sweep.table(runs, configs[0].evaluate.batches)}")
     return next((code for *_, code in runs if code), 0)
 
 
@@ -83,6 +92,19 @@ def _is_finished(config: Config, folder: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return not config.name or run_folder.identity(run_folder.config_of(folder)) == run_folder.identity(config)
     return False
+
+
+def _evaluates_again(config: Config, folder: Path) -> bool:
+    """Whether a finished run was evaluated on another number of batches than this sweep, and has the weights for another."""
+    before, wanted = sweep.outcome(folder)["batches"], config.evaluate.batches
+    if not wanted or before == wanted or not (folder / "checkpoints" / f"step-{config.steps:08d}").is_dir():
+        return False
+    print(
+        f"it was evaluated on {'an unknown number of' if before is None else before} batches, this sweep takes {wanted}: "
+        "it is evaluated again",
+        flush=True,
+    )
+    return True
 
 
 def _number_names(jobs: list[list[str]]) -> list[list[str]]:

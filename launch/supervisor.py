@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ringspan.trainer.monitoring import supervised
+from ringspan.trainer.monitoring import stop_signals, supervised
 
 POLL_S = 0.05
 ENDING_S = 10.0  # after a failure the other ranks end by themselves in about 4 s (supervised.py); then SIGKILL
@@ -54,6 +54,7 @@ class Supervisor:
         self._reports: list[int] = []  # read end
         self._report_text = b""
         self._first_signal = 0.0
+        self._later: list[tuple[int, str]] = []  # ranks and causes after the first failure
 
     def run(self) -> Outcome:
         """Start the ranks and wait for them. Signals that arrive after a requested stop has ended change nothing."""
@@ -71,8 +72,9 @@ class Supervisor:
             for number, handler in original.items():
                 signal.signal(number, signal.SIG_IGN if self.received else handler)
         code, message = self.failure or (0, "")
+        later = [f"rank {rank} failed after that: {text}" for rank, text in self._later]
         if message:
-            print(message, file=sys.stderr, flush=True)
+            print(*later, message, sep="\n", file=sys.stderr, flush=True)
         return Outcome(code, bool(self.received))
 
     def _start(self) -> None:
@@ -107,10 +109,14 @@ class Supervisor:
                 self._kill()
             time.sleep(POLL_S)
         self._find_failure()
+        first = self.failure[1] if self.failure else ""
+        self._later = [(rank, text) for rank, text in self._read_reports() if f"rank {rank} failed first: {text}" not in first]
 
     def _forward(self, number: int, running: list[int]) -> None:
         """Send a stop signal to the ranks. A second Ctrl-C, a second later at least, kills them: a person sends it."""
         now = time.monotonic()
+        if not self._first_signal:
+            print(stop_signals.announcement(number), file=sys.stderr, flush=True)
         self._first_signal = self._first_signal or now
         if number == signal.SIGINT and now - self._first_signal > 1:
             self.failure = self.failure or (128 + signal.SIGINT, "")

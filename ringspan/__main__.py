@@ -10,27 +10,51 @@ from ringspan import __version__
 COMMANDS = {  # command: (module with main(argv), what it does)
     "launch": ("ringspan.launch.__main__", "start the ranks of this machine and train"),
     "train": ("ringspan.trainer.train", "train as one rank; torchrun … -m ringspan.trainer.train starts several"),
+    "experiments": ("ringspan.trainer.config.experiments", "list the experiments: model, length, GPUs"),
     "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
     "evaluate": ("ringspan.trainer.evaluation.command", "evaluate a checkpoint on long-context tasks: tables, JSON, a figure"),
     "tokenizer": ("ringspan.trainer.data.train_tokenizer", "train a tokenizer on installed packages or on text"),
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
-    "results": ("ringspan.trainer.results", "report runs: speed, memory, loss curves"),
+    "results": ("ringspan.trainer.reports.results", "report runs: speed, memory, loss curves"),
+    "compare": ("ringspan.trainer.reports.compare", "compare runs, also while they train: table, curves, an HTML page"),
     "parity": ("ringspan.trainer.parity", "measure that sharding does not change the loss"),
+    "completion": ("ringspan.launch.completion", "print a script that completes commands and options: bash or zsh"),
     "doctor": ("ringspan.launch.doctor", "check this machine for training"),
     "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
+    "bench matmul": ("ringspan.kernels.bench.matmul", "measure matmuls by shape, for ringspan check"),
     "bench ring": ("ringspan.parallel.bench.__main__", "benchmark the ring; start it with torchrun"),
     "bench rehearse": ("ringspan.parallel.bench.rehearse", "time one rank of a ring on one GPU, with modelled transfers"),
     "bench tune": ("ringspan.kernels.bench.tune", "measure tile sizes"),
 }
+FIRST_STEPS = """
+First steps:
+  ringspan experiments                        what can be trained
+  ringspan launch experiment=laptop           train a small model, in about a minute, also without a GPU
+  ringspan compare runs/*                     compare runs"""
 TRAIN_EXTRA = ("hydra", "omegaconf", "deepspeed", "wandb")  # packages of ringspan[train]
-NEEDS_TRAIN_EXTRA = ("launch", "train", "check", "evaluate", "generate", "export", "results", "parity", "tokenizer")
+NEEDS_TRAIN_EXTRA = (
+    "experiments",
+    "completion",
+    "launch",
+    "train",
+    "check",
+    "evaluate",
+    "generate",
+    "export",
+    "results",
+    "compare",
+    "parity",
+    "tokenizer",
+)
 
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: ringspan COMMAND [options]", "", *lines, "", "ringspan COMMAND --help has the options of each."])
+    return "\n".join(
+        ["usage: ringspan COMMAND [options]", "", *lines, "", "ringspan COMMAND --help has the options of each.", FIRST_STEPS]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

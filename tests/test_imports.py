@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["kernels", "parallel", "trainer", "launch"]  # each may import itself and the folders before it
 PLUGINS = ("ringspan.hf", "ringspan.compat", "ringspan.integrations")  # import parallel and kernels; no folder imports them
-BENCH_USERS = ("ringspan.trainer.results", "ringspan.trainer.evaluation.command")  # report tools
+BENCH_USERS = ("ringspan.trainer.reports.results", "ringspan.trainer.evaluation.command")  # report tools
 BACKENDS = "ringspan.kernels.backends."
 BACKEND_MAY_IMPORT = {"hopper": {"triton"}, "chunked": {"reference"}}
 SHARED = {"block", "choose"}  # modules of backends that are no backend
@@ -151,7 +151,7 @@ def test_a_forbidden_import_is_reported(tmp_path: Path, module: str, line: str) 
         ("parallel/ring.py", "import torch"),
         ("parallel/ring.py", "from ringspan import ROOT"),
         ("parallel/bench/__main__.py", "from ringspan.kernels.bench.measure import slug"),
-        ("trainer/results.py", "from ringspan.kernels.bench.measure import slug"),
+        ("trainer/reports/results.py", "from ringspan.kernels.bench.measure import slug"),
         ("kernels/backends/hopper/forward.py", "from ringspan.kernels.backends.triton.common import position"),
         ("kernels/backends/chunked.py", "from ringspan.kernels.backends.reference import Tile"),
         ("kernels/backends/chunked.py", "from ringspan.kernels.backends.block import Block"),

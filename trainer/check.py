@@ -17,6 +17,7 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.planning.flops import parameters, training_flops
 from ringspan.trainer.planning.machines import MACHINES, Machine, default_num_ranks, resolve_machine
+from ringspan.trainer.planning.matmul_speeds import speeds_of
 from ringspan.trainer.planning.memory import GIB, RESERVE, Footprint, fits
 from ringspan.trainer.planning.plans import PlannedStep, Planner, fewest_gpus, longest_sequence
 from ringspan.trainer.planning.remedies import MAX_RANKS, remedies
@@ -134,6 +135,8 @@ def _time(config: Config, world: int, target: Machine, chosen: PlannedStep) -> l
     times = step_time(config, world, target, chosen.plan)
     total = sum(times.values())
     forward, backward, source = attention_speed(config, target)
+    measured = speeds_of(target)
+    matmuls = f"by shape, as measured on {measured.name}" if measured else f"at {target.matmuls / 1e12:.4g}"
     lines = ["time of a step, seconds"]
     lines += [f"  {name:36} {seconds:9.3f}" for name, seconds in times.items()]
     tokens = config.data.batch * config.data.length
@@ -145,8 +148,7 @@ def _time(config: Config, world: int, target: Machine, chosen: PlannedStep) -> l
         f"  {'total':36} {total:9.3f}  {tokens / total:,.0f} tokens/s; {rates['3.5x'] / 1e12:.4g} TFLOP/s per rank, attention "
         f"counted 3.5×{mfu['3.5x']}, or {rates['3x'] / 1e12:.4g} counted 3×{mfu['3x']}",
         f"  {config.steps:,} steps take {_duration(total * config.steps)}; documents shorter than the sequence take less",
-        f"  (attention at {forward / 1e12:.4g} forward, {backward / 1e12:.4g} backward TFLOP/s: {source}; "
-        f"matmuls at {target.matmuls / 1e12:.4g})",
+        f"  (attention at {forward / 1e12:.4g} forward, {backward / 1e12:.4g} backward TFLOP/s: {source}; matmuls {matmuls})",
     ]
 
 

@@ -196,16 +196,15 @@ class Engine:
         return {key: value.reshape(_shape(weight)) for key, value in values.items()}
 
     @torch.no_grad()
-    def load_moments(self, values: Values, applied: int) -> None:
-        """Restore the optimizer's moments after `applied` steps. Each rank reads only the elements that it owns."""
-        self.applied = applied
-        if not applied:
-            return
+    def allocate_moments(self) -> None:
+        """Allocate the moments before the first step, so that memory that is missing for them is missed at the start.
+
+        Without this, AdamW allocates the same zeros in its first step.
+        """
         base = self.optimizer if self.zero == 0 else self.optimizer.optimizer
         if self.zero == 0:
             for name, weight in self.named:
-                full = {key: values(name, key, 0, weight.numel()).to(weight) for key in self.moments(name)}
-                base.state[weight] = {key: x.view_as(weight).clone() for key, x in full.items()} | self._step_count(weight)
+                base.state[weight] = {key: torch.zeros_like(weight) for key in self.moments(name)} | self._step_count(weight)
             return
         flat_shards = getattr(self.optimizer, "fp32_partitioned_groups_flat", None)
         shards = flat_shards or [shard for group in base.param_groups for shard in group["params"]]
@@ -216,6 +215,19 @@ class Engine:
                 base.state[shard] = {"momentum_buffer": torch.zeros(sum(x.numel() for x in local), device=self.device)}
             else:
                 base.state[shard] = {key: torch.zeros_like(shard) for key in MOMENTS["adamw"]} | self._step_count(shard)
+
+    @torch.no_grad()
+    def load_moments(self, values: Values, applied: int) -> None:
+        """Restore the optimizer's moments after `applied` steps. Each rank reads only the elements that it owns."""
+        self.applied = applied
+        self.allocate_moments()
+        if not applied:
+            return
+        if self.zero == 0:
+            for name, weight in self.named:
+                for key in self.moments(name):
+                    self.optimizer.state[weight][key].copy_(values(name, key, 0, weight.numel()).view_as(weight))
+            return
         self._link()
         for name, weight in self.named:
             for key in self.moments(name):

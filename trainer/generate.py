@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ringspan.trainer.checkpoint import load_model
 from ringspan.trainer.config import compose
-from ringspan.trainer.config.schema import DEFAULT_TOKENS, Generate, Model
+from ringspan.trainer.config.schema import DEFAULT_TOKENS, Config, Generate, Model
+from ringspan.trainer.data.dataset import Corpus, Dataset
+from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.kv_cache import PAGE, Cache, Pages, Text
 from ringspan.trainer.model import GPT
 
@@ -30,6 +32,22 @@ def generate(
 ) -> list[int]:
     """Return one continuation of the prompt; arguments as in `generate_texts`."""
     return generate_texts(model, prompt, num_tokens, each=lambda text, token: each(token), **options)[0]
+
+
+def continue_held_out(model: GPT, held_out: Dataset, tokenizer: Tokenizer, config: Config) -> str:
+    """Return the beginning of a held-out text and the model's continuation, as text.
+
+    Args:
+        model: the model, in evaluation mode.
+        held_out: the held-out part; its first text is used.
+        tokenizer: the run's tokenizer.
+        config: `evaluate` and `data.length` are read.
+    """
+    source = next((i for i, source in enumerate(held_out.sources) if isinstance(source, Corpus)), 0)
+    prompt = held_out.windows([(source, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
+    num_tokens = min(config.evaluate.sample, config.data.length - len(prompt))
+    out = generate(model, prompt, num_tokens, temperature=config.evaluate.temperature, size=tokenizer.size)
+    return "A held-out text; the model continues after the bar:\n" + "▌".join(map(tokenizer.decode, (prompt, out)))
 
 
 @torch.inference_mode()

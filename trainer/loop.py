@@ -51,12 +51,14 @@ def _train(run: Run) -> bool:
         with run.profile(step):
             for index, micro in enumerate(batch):
                 run.watchdog.update(step, f"micro-batch {index + 1} of {len(batch)}")
+                run.progress.begin_micro_batch(step, index, len(batch))
                 on_device = micro.to(run.device)
                 with run.phase(step, "forward"):
                     loss, count, each, _ = engine(*on_device.inputs, True)
                 with run.phase(step, "backward"):
                     engine.backward(loss, num_labels)
                 sums.add(loss, count, each, on_device)
+            run.progress.end_step()
             run.watchdog.update(step, "optimizer")
             fraction = learning_rate_fraction(config.schedule, step, config.steps)
             with run.phase(step, "step"):
@@ -76,7 +78,7 @@ def _train(run: Run) -> bool:
             samples = range(position.samples - config.data.batch, position.samples)
             raise TooManyBadSteps(
                 f"the gradient was not finite in {run.num_bad} steps in a row, "
-                f"the last of samples {samples[0]} to {samples[-1]}: "
+                f"the last of samples {samples[0]} to {samples[-1]} ({_not_finite(run, sums.loss)}): "
                 f"lower optim.lr, or look at these samples; {run.how_to_continue()}"
             )
         if num_empty >= config.debug.bad_steps:
@@ -89,8 +91,8 @@ def _train(run: Run) -> bool:
             run.save()  # the weights have not been trained on these samples
             raise DifferentSamples(run.explain_difference(next_batch))
         last, stop = step == config.steps, total.stop
-        if config.evaluate.every and step % config.evaluate.every == 0 and not last and not stop and config.evaluate.batches:
-            stop = run.evaluate(step) is None
+        if not last and not stop:
+            stop = not run.evaluate_if_due(step)
         due = config.checkpoint.every and step % config.checkpoint.every == 0
         if stop or due or (last and config.checkpoint.at_end):
             run.save()
@@ -103,12 +105,23 @@ def _num_labels(batch: list[Batch]) -> int:
     return sum(int((micro.labels >= 0).sum()) for micro in batch)
 
 
+def _not_finite(run: Run, loss: torch.Tensor) -> str:
+    """Say which ranks' own losses are not finite: one rank among many points to its samples or its GPU."""
+    flags = torch.zeros(run.distributed.world, dtype=torch.float64, device=run.device)
+    flags[run.distributed.rank] = float(not loss.isfinite().all())
+    ranks = run.distributed.sum(flags).nonzero().flatten().tolist()
+    if not ranks:
+        return "the loss was finite on all ranks"
+    return f"the loss was not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 @dataclass
 class Total:
     """A step's numbers over all ranks."""
 
     loss: float
     sources: dict[str, float]
+    source_labels: dict[str, float]
     flops: float
     stop: bool
     next_labels: float
@@ -144,5 +157,7 @@ class Sums:
         loss, count, *rest = run.distributed.sum(values).tolist()
         flops, num_stopped, labels, difference = rest[-4:]
         pairs = zip(run.data.names, rest[:-4:2], rest[1:-4:2], strict=True)
-        sources = {name: x / n for name, x, n in pairs if n}
-        return Total(loss / max(count, 1), sources, flops, num_stopped > 0, labels, difference)
+        by_source = {name: (x, n) for name, x, n in pairs if n}
+        sources = {name: x / n for name, (x, n) in by_source.items()}
+        source_labels = {name: n for name, (_, n) in by_source.items()}
+        return Total(loss / max(count, 1), sources, source_labels, flops, num_stopped > 0, labels, difference)

@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     options = compose.parse_flat(Parity, PROGRAM, __doc__, argv)
     results: dict[Split, dict[str, Any]] = {}
     reference = Split(1, 1, 1, 0)
+    print(f"{'split':44}  {'loss':>9}  {'gradients':>9}  largest relative deviation from one rank, and its weight", flush=True)
     for num_ranks in sorted({1, *options.ranks}):
         selected = list(splits(num_ranks, options.zero)) if num_ranks in options.ranks else []
         for ring, ulysses, data in meshes(num_ranks):
@@ -98,14 +99,12 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"left out: ring {ring} × ulysses {ulysses} × data {data}, because {reason}", flush=True)
         if num_ranks == 1 and reference not in selected:
             selected.insert(0, reference)
-        results |= measure(num_ranks, selected, options.steps)
+        results |= measure(num_ranks, selected, options.steps, expected=results.get(reference), show=True)
     rows, worst = [], 0.0
-    print(f"{'split':44}  {'loss':>9}  {'gradients':>9}  largest relative deviation from one rank, and its weight")
     for split, result in results.items():
         row = compare(result, results[reference])
         rows.append(dict(split=str(split), **row))
         worst = max(worst, row["loss"], row["gradients"])
-        print(f"{split!s:44}  {row['loss']:9.1e}  {row['gradients']:9.1e}  {row['where']}", flush=True)
     print(f"largest deviation: {worst:.1e}; fp32 has a relative precision of 6.0e-08")
     if options.save:
         Path(options.save).write_text(json.dumps(dict(rows=rows, worst=worst, steps=options.steps), indent=1))
@@ -131,6 +130,8 @@ def measure(
     steps: int = 1,
     extra: list[str] | None = None,
     start: Callable[[int, dict[str, Any]], list[int | None]] | None = None,
+    expected: dict[str, Any] | None = None,
+    show: bool = False,
 ) -> dict[Split, dict[str, Any]]:
     """Run splits one after the other in one set of processes.
 
@@ -140,12 +141,15 @@ def measure(
         steps: steps of each run.
         extra: more overrides of the config.
         start: runs `run_rank` on every rank and returns the exit codes; None: `start_processes`.
+        expected: result that each split is compared with; None: that of the first split.
+        show: print each comparison as soon as its split has run.
 
     Returns:
         The losses and gradients of each split.
     """
     with tempfile.TemporaryDirectory() as folder:
-        task = dict(splits=[vars(split) for split in selected], steps=steps, extra=extra or [], folder=folder)
+        task = dict(splits=[vars(split) for split in selected], steps=steps, extra=extra or [], folder=folder, show=show)
+        (Path(folder) / "expected.json").write_text(json.dumps(expected))
         codes = (start or start_processes)(num_ranks, task)
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}")
@@ -180,11 +184,16 @@ def run_rank(task: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     network.init_process_group("gloo", timedelta(minutes=10))
-    results = []
+    results: list[dict[str, Any]] = []
+    expected = json.loads((Path(task["folder"]) / "expected.json").read_text())
     for number, split in enumerate(task["splits"]):
         options = [*TOY, *Split(**split).options, f"runs={task['folder']}", f"name=split-{number}", f"steps={task['steps']}"]
         with contextlib.redirect_stdout(io.StringIO()):
             results.append(_train(compose.load([*options, *task["extra"]])))
+        if task["show"] and int(os.environ["RANK"]) == 0:
+            row = compare(results[-1], expected or results[0])
+            name = str(Split(**split))
+            print(f"{name:44}  {row['loss']:9.1e}  {row['gradients']:9.1e}  {row['where']}", flush=True)
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
         (Path(task["folder"]) / "results.json").write_text(json.dumps(results))

@@ -1,14 +1,11 @@
 """A run: distributed context, data, model and engine, and the methods that the training loop calls."""
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -18,30 +15,28 @@ from ringspan.trainer.checkpoint import checkpoint, compatibility, run_folder
 from ringspan.trainer.checkpoint.reader import Position, Reader
 from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
 from ringspan.trainer.checkpoint.start import Start, StartFinder
-from ringspan.trainer.config import validate
-from ringspan.trainer.config.compose import Composed, ConfigError
+from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.data import fingerprint
-from ringspan.trainer.data.dataset import Batch, Corpus, open_parts, prefetch, samples_of
+from ringspan.trainer.data.dataset import Batch, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluation.cut_ring import model_attention
 from ringspan.trainer.evaluation.held_out import Report, evaluate
-from ringspan.trainer.generate import generate
-from ringspan.trainer.memory.kept import KeptTensors, host_sizes
-from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.generate import continue_held_out
+from ringspan.trainer.layer import row_functions
+from ringspan.trainer.memory.prepare import choose_plan, prepare_layers
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, row_functions
+from ringspan.trainer.model import GPT
 from ringspan.trainer.monitoring import layer_boundaries, profiling, tracking
 from ringspan.trainer.monitoring.check_timer import check_timer
 from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries, StepAbandoned
 from ringspan.trainer.monitoring.memory_use import MemoryUse
+from ringspan.trainer.monitoring.run_history import RunHistory
+from ringspan.trainer.monitoring.step_progress import StepProgress
 from ringspan.trainer.monitoring.stop_signals import StopSignals
 from ringspan.trainer.monitoring.watchdog import Watchdog
 from ringspan.trainer.optim import learning_rate_jump
 from ringspan.trainer.planning import flops
-from ringspan.trainer.planning.machines import Machine, machine_of_run
-from ringspan.trainer.planning.memory import free_host_memory_per_rank
-from ringspan.trainer.planning.plans import PlannedStep, Planner
 
 
 class Stopped(Exception):
@@ -64,12 +59,13 @@ class Run:
         self.signals = StopSignals()
         self.distributed = distributed = DistributedContext(config)
         self.device = distributed.device
-        self.folder, self._lock = self._enter_folder(composed)
+        self.folder, self._lock = run_folder.enter_on_all_ranks(composed, distributed)
         self.watchdog = Watchdog(self.folder, distributed.rank, distributed.world, config.debug.watchdog)
         self.tokenizer, self.model_config, self.data, self.held_out = distributed.call_on_all_ranks(partial(open_parts, config))
         self.described_data = fingerprint.describe(self.data, self.tokenizer)
         fingerprint.require_equal(self.described_data, distributed.gather)
-        self.planned, self.machine = self._plan_memory()
+        device_name = run_messages.device_name(self.device)
+        self.planner, self.planned = choose_plan(config, self.model_config, device_name, distributed)
         mesh = distributed.mesh
         self.layout = mesh.layout(config.parallel.layout, config.data.length)
         self.local_positions = self.layout.positions(mesh.context_rank)
@@ -84,12 +80,9 @@ class Run:
         with torch.device("meta"):
             skeleton = self._build_model()
         self._shapes = {name: weight.shape for name, weight in skeleton.named_parameters()}
-        start = StartFinder(composed, self.folder, self.model_config, self._shapes, distributed).find()
+        finder = StartFinder(composed, self.folder, self.model_config, self._shapes, self.described_data, distributed)
+        start = finder.find()
         source = start.source
-        if source:
-            saved, accepted = source.state["model"].get("fingerprint", {}), config.checkpoint.changed
-            lines = fingerprint.require_unchanged(self.described_data, saved, source.folder.name, accepted)
-            print(*[f"checkpoint.changed: {line}\n" for line in lines if not distributed.rank], sep="", end="", flush=True)
         distributed.call_on_all_ranks(partial(self._record_start, composed, start))
         self.engine = Engine(config, self._build_model, start.values, self.device, self.accumulation)
         self.model = cast(GPT, self.engine.module)
@@ -100,12 +93,27 @@ class Run:
             self.position = source.position
             self.engine.load_moments(source.values, self.position.applied)
             source.restore_random()
+        elif config.optim.kind == "adamw":  # Muon's first step may begin from other moments than zeros
+            self.engine.allocate_moments()
         self.model.set_rope_frequencies()  # ZeRO 3 made them in the weights' dtype
-        distributed.call_on_all_ranks(self._prepare_layers)
+        num_rows = len(self.local_positions)
+        distributed.call_on_all_ranks(partial(prepare_layers, self.model, self.streaming, config, num_rows, self.device))
         host = self.streaming.kept.host_bytes if self.streaming else 0
-        self.memory_use = MemoryUse(self.device, self.planned, host)
+        self.memory_use = MemoryUse(self.device, self.planned, host, is_warm=config.debug.warm_up > 0)
+        if config.debug.warm_up:
+            self._warm_up(config.debug.warm_up)
         self._start_tracking(source)
         self._watch_layer_boundaries()
+
+    def _warm_up(self, length: int) -> None:
+        """Run a forward and backward of the first `length` tokens. Their gradients are dropped."""
+        mesh, samples = self.distributed.mesh, list(range(self.config.data.micro_batch))
+        self.attention.layout = layout = mesh.layout(self.config.parallel.layout, length)
+        batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
+        with self.engine.precision():
+            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs)[0]
+        torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
+        self.attention.layout = self.layout
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step: this rank's samples, and of each sample its positions."""
@@ -157,8 +165,10 @@ class Run:
         if phases := self.memory_use.step(step, seconds):
             values["phases"] = phases
         tracker.log(step, values)
+        self.history.add_step(values, tokens, total.source_labels)
         if step == self.position.step and (step % config.tracking.log_every == 0 or step in (1, config.steps) or not applied):
-            tracker.print(tracking.line(step, config.steps, values, tracker.clock.remaining(step)))
+            values["loss"], values["source"] = self.history.recent()
+            tracker.print(tracking.line(step, config.steps, values, self.history.elapsed, tracker.clock.remaining(step)))
         if not applied:
             tracker.print(f"step {step}: the gradient is not finite; the step is skipped ({values['skipped']} so far)")
 
@@ -177,6 +187,7 @@ class Run:
 
     def evaluate(self, step: int) -> Report | None:
         """Evaluate on held-out data; None on all ranks if a stop signal interrupted it."""
+        began = time.perf_counter()
         self.tracker.clock.pause()
         self.model.eval()
         mesh = self.distributed.mesh
@@ -194,10 +205,30 @@ class Run:
         finally:
             self.model.train()
             self.tracker.clock.resume()
-        self.tracker.log(step, report.metrics(), kind="held_out")
+        seconds = time.perf_counter() - began
+        about = dict(batches=self.config.evaluate.batches, seconds=seconds)
+        self.tracker.log(step, report.metrics() | about, kind="held_out")
+        report.change = self.history.add_evaluation(step, report.loss, seconds, self.config.evaluate.batches)
         for table in report.tables:
             self.tracker.log_table(step, table.title, table.labels, table.means)
         return report
+
+    def evaluate_if_due(self, step: int) -> bool:
+        """Evaluate and print a sample, where the options ask for it; False if a stop signal interrupted it."""
+        options = self.config.evaluate
+        if options.every and options.batches and not step % options.every:
+            if (report := self.evaluate(step)) is None:
+                return False
+            self.tracker.print(run_messages.held_out_line(step, report))
+        if options.sample_every and step % options.sample_every == 0 and run_messages.can_sample(self.config):
+            self.tracker.clock.pause()
+            try:
+                self.tracker.print(self._sample())
+            except StepAbandoned:
+                return False
+            finally:
+                self.tracker.clock.resume()
+        return True
 
     def save(self) -> None:
         """Save a checkpoint, unless this step is saved, or skipped. `unsaved` has the reason until a save succeeds."""
@@ -208,6 +239,7 @@ class Run:
             self.unsaved = f"the gradient was not finite in the last {self.num_bad} steps"
             self.tracker.print(f"step {step}: no checkpoint is saved, the previous one remains: {self.unsaved}")
             return
+        self.progress.end_step()
         self.tracker.clock.pause()
         self.watchdog.update(step, "checkpoint")
         began = time.perf_counter()
@@ -218,6 +250,7 @@ class Run:
             self.unsaved = checkpoint.save(folder, self.engine, self.position, described, self.distributed, options)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(f"step {step}: {error}; nothing is saved; {self.how_to_continue()}") from None
+        self.history.seconds["saving"] += time.perf_counter() - began
         if not self.unsaved:
             self.tracker.log(step, dict(seconds=time.perf_counter() - began), kind="checkpoint")
         if self.unsaved:
@@ -230,17 +263,19 @@ class Run:
     def finish(self) -> None:
         """Evaluate after the last step, print the final report and mark the run as finished."""
         config, step = self.config, self.position.step
-        lines, metrics = [], {}
+        lines, metrics, report = [], {}, None
         if config.evaluate.batches:
             report = self.evaluate(step)
             if report is None:
                 return
             metrics = report.metrics()
             lines = run_messages.held_out_report(report)
-        if config.evaluate.sample and not run_messages.reads_foreign_tokens(config):
-            self.watchdog.update(step, "sample")
+        if run_messages.can_sample(self.config):
             with contextlib.suppress(StepAbandoned):
                 lines += [self._sample(), ""]
+        if self.distributed.rank == 0:
+            bits = run_messages.bits_per_byte(config, self.tokenizer, self.held_out, report)
+            lines += self.history.report(bits, run_messages.epochs(config, self.data, self.position.samples))
         lines += self.memory_use.report()
         lines += run_messages.final_report(config, self.folder, step, self._last_checkpoint(), self.unsaved)
         self.tracker.print("\n" + "\n".join(lines))
@@ -248,17 +283,18 @@ class Run:
             run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
 
     def out_of_memory(self) -> str:
-        """Return a message about an out-of-memory error: phase, planned and allocated bytes, and the next plan to try."""
-        smaller = self._planner(self.machine).next_smaller(self.planned.plan)
+        """Return a message about an out-of-memory error: phase, bytes, and the next plan to try."""
+        smaller = self.planner.next_smaller(self.planned.plan)
         last = self._last_checkpoint()
         saved = f"{last.name} is the last checkpoint" if last else "no checkpoint was saved"
-        return f"{self.memory_use.out_of_memory(smaller)}; {saved}"
+        return f"{self.memory_use.out_of_memory(smaller, self.planner.target.memory)}; {saved}"
 
     def how_to_continue(self) -> str:
         return run_messages.how_to_continue(self.config, self._last_checkpoint())
 
     def close(self, failed: bool = False) -> None:
         layer_boundaries.activate(None)
+        self.progress.close()
         self.tracker.close(failed)
         self.distributed.barrier()  # a rank that exits with code 1 ends those that still upload their metrics
         self.watchdog.close()
@@ -272,37 +308,22 @@ class Run:
         rank, world, timeout = self.distributed.rank, self.distributed.world, self.distributed.timeout
         store = network.store_client(timeout) if world > 1 else None
         signals, seconds = self.signals, timeout.total_seconds()
-        layer_boundaries.activate(LayerBoundaries(rank, world, lambda: signals.stop, store, seconds))
+        boundaries = LayerBoundaries(rank, world, lambda: signals.stop, store, seconds)
+        layer_boundaries.activate(boundaries)
+        self.progress = StepProgress(self.model_config.layers, lambda: boundaries.crossed, self.tracker.print, rank == 0)
 
     def _last_checkpoint(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)
 
     def _sample(self) -> str:
         """Continue a held-out text. All ranks draw the same tokens: under ZeRO 3 each layer's weights are gathered for all."""
-        config = self.config
-        text = next((i for i, source in enumerate(self.held_out.sources) if isinstance(source, Corpus)), 0)
-        prompt = self.held_out.windows([(text, 0)]).tokens[0, : max(1, config.data.length // 4)][:64].tolist()
-        num_tokens = min(config.evaluate.sample, config.data.length - len(prompt))
+        self.watchdog.update(self.position.step, "sample")
         self.model.eval()
         # The cache counts tokens in Python: compiled layers would be recompiled for every token.
         with self.engine.precision(), torch.compiler.set_stance("force_eager"):
-            options = dict(temperature=config.evaluate.temperature, size=self.tokenizer.size)
-            out = generate(self.model, prompt, num_tokens, **options)
+            text = continue_held_out(self.model, self.held_out, self.tokenizer, self.config)
         self.model.train()
-        return "A held-out text; the model continues after the bar:\n" + "▌".join(map(self.tokenizer.decode, (prompt, out)))
-
-    def _enter_folder(self, composed: Composed) -> tuple[Path, IO[str] | None]:
-        """Make and lock the run's folder on rank 0; all ranks get its path, or the same error."""
-        folder, lock, problem = None, None, ""
-        if self.distributed.rank == 0:
-            try:
-                folder, lock = run_folder.enter(composed)
-            except ConfigError as error:
-                problem = str(error)
-        path, problem = self.distributed.broadcast((str(folder), problem))
-        if problem:
-            raise ConfigError(problem)
-        return Path(path), lock
+        return text
 
     def _build_model(self) -> GPT:
         model = GPT(self.model_config, self.config.rope, self.attention, seed=None)
@@ -310,56 +331,16 @@ class Run:
             model.stream(self.streaming)
         return model
 
-    def _plan_memory(self) -> tuple[PlannedStep, Machine]:
-        """Choose the memory plan on rank 0, for the least memory of all ranks; warn if it does not fit.
-
-        The warning precedes all large allocations: a machine without enough memory may kill a rank silently.
-        """
-        distributed, gpu = self.distributed, self.device.type == "cuda"
-        each = distributed.gather((profiling.rank_memory(self.device), free_host_memory_per_rank()))
-        memory, host = map(min, zip(*each, strict=True))
-        ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world))
-        name = distributed.broadcast(run_messages.device_name(self.device))
-        target = machine_of_run(name, gpu, memory, host, ranks_per_host)
-        planner, plan = self._planner(target), {}
-        if distributed.rank == 0:
-            planned = planner.choose()
-            plan = asdict(planned.plan)
-            if warning := planner.misfit(planned):
-                print(
-                    f"memory: the plan does not fit, so the run may run out of memory: {warning}", file=sys.stderr, flush=True
-                )
-        return planner.step(MemoryPlan(**distributed.broadcast(plan))), target
-
-    def _planner(self, machine: Machine) -> Planner:
-        return Planner(replace(self.config, model=self.model_config), self.distributed.world, machine)
-
-    def _prepare_layers(self) -> None:
-        """Take the host memory of the plan, and compile the layers."""
-        compiled = validate.compiles(self.config, self.device.type == "cuda", streamed=self.streaming is not None)
-        if self.streaming is None:
-            if compiled:
-                self.model.compile_layers()
-            return
-        if compiled:
-            self.streaming.compile()
-        autocast = self.config.engine.zero == 0 and validate.uses_bf16(self.config, self.device.type == "cuda")
-        hidden = torch.bfloat16 if validate.uses_bf16(self.config, self.device.type == "cuda") else torch.float32
-        shape = self.planned.plan, self.model_config, self.config.data.micro_batch, len(self.local_positions)
-        sizes = host_sizes(*shape, torch.float32 if autocast else hidden, hidden)
-        try:
-            self.streaming.kept = KeptTensors(self.device, sizes)
-        except MemoryError as error:
-            raise ValueError(str(error)) from None
-
     def _record_start(self, composed: Composed, start: Start) -> None:
         """Write the start to the run's folder on rank 0. Nothing rejects the run after this; a rejected run changes no file."""
         if self.distributed.rank:
             return
         source = start.source
         step = source.position.step if source else 0
-        if source and (warning := self._learning_rate_warning(source.folder.parent.parent, step)):
-            print(warning, flush=True)
+        if source:
+            with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
+                if warning := learning_rate_jump(run_folder.config_of(source.folder.parent.parent), self.config, step):
+                    print(warning, flush=True)
         device, plan = run_messages.device_name(self.device), str(self.planned.plan)
         if start.accepted:
             print(f"checkpoint.changed accepts {', '.join(start.accepted.values())}", flush=True)
@@ -367,21 +348,16 @@ class Run:
         for name in checkpoint.set_aside(self.folder / "checkpoints", source.folder if source else None):
             print(f"{name} is renamed to {name}.bad", flush=True)
 
-    def _learning_rate_warning(self, folder: Path, step: int) -> str:
-        """Compare the learning rate with that of the run in `folder`, which wrote the checkpoint: this run or another."""
-        with contextlib.suppress(OSError, ValueError):  # a checkpoint that was moved, or of a version with other options
-            return learning_rate_jump(run_folder.config_of(folder), self.config, step)
-        return ""
-
     def _start_tracking(self, source: Reader | None) -> None:
         config, distributed = self.config, self.distributed
         own = source is not None and source.folder.parent == self.folder / "checkpoints"
         run_id = self.position.run_id if own else ""  # a run that starts from another run's checkpoint has its own curves
         self.tracker = tracking.Tracker(config, self.folder, distributed.rank == 0, run_id, self.position.step)
+        self.history = RunHistory(self.folder)
         self.position.run_id = distributed.broadcast(self.tracker.run_id)
         description = run_messages.description(config, self.model_config, distributed.mesh, distributed.world, self.device)
         corpora = run_messages.corpus_lines(config, self.data, self.held_out)
         folder = run_messages.short_path(self.folder) + run_messages.resume_note(config, source.position.step if source else 0)
-        memory = run_messages.memory_line(self.planned, self.machine)
+        memory = run_messages.memory_line(self.planned, self.planner.target)
         self.tracker.print("\n".join([description, memory, *corpora, folder]))
         self.tracker.log(self.position.step, self.memory_use.start(), kind="start")

@@ -1,5 +1,7 @@
 """Console text of a run: its description, data, resume note, final report and next commands."""
 
+import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -7,19 +9,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ringspan.parallel.mesh import Mesh
 from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.config.mixture import BLOCK, only_shards
 from ringspan.trainer.config.schema import Config, Model
+from ringspan.trainer.data.cache import Damaged
 from ringspan.trainer.data.dataset import Corpus, Dataset, PackedCorpus
+from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.evaluation.held_out import Report
 from ringspan.trainer.monitoring import tracking
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import Machine
 from ringspan.trainer.planning.memory import GIB
 from ringspan.trainer.planning.plans import PlannedStep
+
+SYNTHETIC = {"recall", "passkey"}  # kinds of sources without prose, whose models continue no prompt
+TOKENS_PER_BYTE_SAMPLE = 2**16  # held-out tokens that are decoded to count their bytes
 
 
 def description(config: Config, model: Model, mesh: Mesh, world: int, device: torch.device) -> str:
@@ -58,10 +66,47 @@ def resume_note(config: Config, step: int) -> str:
     return f": continuing after step {step}{last}"
 
 
+def held_out_line(step: int, report: Report) -> str:
+    """Return the console line of an evaluation during a run, with the change since the previous one."""
+    return f"step {step}: {_held_out_losses(report)}"
+
+
+def _held_out_losses(report: Report) -> str:
+    sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items()) * (len(report.sources) > 1)
+    return f"held-out loss {report.loss:.3f}{report.change}{sources}"
+
+
+def bits_per_byte(config: Config, tokenizer: Tokenizer, held_out: Dataset, report: Report | None) -> dict[str, float]:
+    """Return the held-out losses of texts in bits per byte, which compare between tokenizers.
+
+    Args:
+        config: the run's config.
+        tokenizer: the run's tokenizer.
+        held_out: the held-out part, of which the first tokens are decoded.
+        report: the evaluation; None without one.
+    """
+    bits: dict[str, float] = {}
+    if report is None or reads_foreign_tokens(config):
+        return bits
+    for name, source in zip(held_out.names, held_out.sources, strict=True):
+        if not isinstance(source, Corpus):
+            continue
+        with contextlib.suppress(Damaged, OSError, ValueError):
+            tokens = source.stream.read(np.arange(min(len(source.stream), TOKENS_PER_BYTE_SAMPLE)))
+            num_bytes = len(tokenizer.decode(tokens.tolist()).encode())
+            bits[name] = report.sources[name] / math.log(2) * len(tokens) / max(num_bytes, 1)
+    return bits
+
+
+def epochs(config: Config, data: Dataset, samples: int) -> dict[str, float]:
+    """Return how often each text was read in that many samples."""
+    triples = zip(data.names, data.sources, data.shares, strict=True)
+    tokens = samples * config.data.length / BLOCK
+    return {name: tokens * share / len(source.stream) for name, source, share in triples if isinstance(source, Corpus)}
+
+
 def held_out_report(report: Report) -> list[str]:
-    sources = "".join(f"  {name} {loss:.3f}" for name, loss in report.sources.items())
-    mean = "" if report.loss in report.sources.values() else f" {report.loss:.3f}"  # of several texts
-    return [f"held-out loss{mean}{sources}", "", report.text(), ""]
+    return [_held_out_losses(report), "", report.text(), ""]
 
 
 def final_report(config: Config, folder: Path, step: int, last: Path | None, unsaved: str) -> list[str]:
@@ -84,10 +129,13 @@ def final_report(config: Config, folder: Path, step: int, last: Path | None, uns
 
 
 def next_steps(config: Config, path: str, saved: bool) -> Iterator[str]:
-    own_files = any(source.kind in ("text", "tokens") for source in config.data.sources.values())
+    kinds = {source.kind for source in config.data.sources.values()}
+    own_files = bool(kinds & {"text", "tokens"})
     ringspan = command()
-    if saved and not reads_foreign_tokens(config):
+    if saved and not reads_foreign_tokens(config) and kinds - SYNTHETIC:
         yield f'  {ringspan} generate checkpoint={path} prompt="{"The" if own_files else "def main("}"'
+    others = os.path.join(os.path.dirname(path), "…")
+    yield f"  {ringspan} compare {path} {others}   # with other runs; --html report.html writes a page"
     if not own_files:
         files = "'data.sources.text.paths=[\"~/my-texts\"]'"
         yield f"  {ringspan} launch experiment=laptop data=text {files}   # your own files"
@@ -130,6 +178,11 @@ def no_checkpoint(composed: Composed, folder: Path, problem: str) -> str:
 def reads_foreign_tokens(config: Config) -> bool:
     """Whether all data are token ids of an unknown tokenizer, so that prompts and samples are impossible."""
     return only_shards(config.data) and config.tokenizer.kind == "bytes"
+
+
+def can_sample(config: Config) -> bool:
+    """Whether the run prints text samples."""
+    return config.evaluate.sample > 0 and not reads_foreign_tokens(config)
 
 
 def device_name(device: torch.device) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import traceback
+from datetime import datetime
 from typing import NoReturn
 
 from ringspan.trainer.config import compose
@@ -33,6 +34,7 @@ def run(composed: compose.Composed) -> int:
         0 if the run ended or was asked to stop, 1 if it failed or its last step is not saved. A run that cannot start exits
         the process: with code 3 if none of its checkpoints is whole, else with code 2.
     """
+    from ringspan.trainer.checkpoint import run_folder
     from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
     from ringspan.trainer.data.cache import Damaged
     from ringspan.trainer.loop import DifferentSamples, TooManyBadSteps, train
@@ -41,6 +43,7 @@ def run(composed: compose.Composed) -> int:
     try:
         job = Run(composed)
     except ValueError as error:
+        run_folder.discard_unused()
         if isinstance(error, compose.ConfigError):  # equal on all ranks: rank 0 prints it
             with contextlib.suppress(SystemExit):
                 compose.fail(PROGRAM, error)
@@ -50,7 +53,9 @@ def run(composed: compose.Composed) -> int:
         sys.stderr.flush()
         os._exit(getattr(error, "exit_code", 2))  # gloo's threads are running, and an ordinary exit would abort in them
     except Exception as error:
-        _crash(error)
+        hint = "out of memory while the run starts: use more ranks, a smaller model or a larger engine.zero; "
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        _crash(error, composed, f"{hint}{first_line}" if _is_out_of_memory(error) else "")
     try:
         finished = train(job)
         if finished:
@@ -68,22 +73,49 @@ def run(composed: compose.Composed) -> int:
         print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}; {job.how_to_continue()}", file=sys.stderr, flush=True)
         os._exit(1)
     except Exception as error:
-        _crash(error, job.out_of_memory() if type(error).__name__ == "OutOfMemoryError" else "")  # torch's, on a GPU
+        _crash(error, composed, job.out_of_memory() if _is_out_of_memory(error) else "")
     job.signals.ignore_after_close()
     job.close()
     return int(bool(job.unsaved))
 
 
-def _crash(error: Exception, text: str = "") -> NoReturn:
-    """Print and report an error, and exit. The other ranks wait in a collective; the supervisor or torchrun ends them then."""
-    traceback.print_exc()
-    if text:
-        print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {text}", file=sys.stderr)
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch's error on a GPU, Python's, and the RuntimeError of torch's allocator on a CPU."""
+    names = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return names or "DefaultCPUAllocator" in str(error)
+
+
+def _crash(error: Exception, composed: compose.Composed, text: str = "") -> NoReturn:
+    """Report an error in one line, write its traceback to a file, and exit.
+
+    The other ranks wait in a collective; the supervisor, which prints the line of the first rank, or torchrun ends them then.
+    """
+    rank = os.environ.get("RANK", "0")
     first_line = (str(error).strip() or "no message").splitlines()[0]
-    supervised.report(text or f"{type(error).__name__}: {first_line}")
+    if not text:
+        place = supervised.where()
+        text = f"{type(error).__name__}: {first_line}" + f"; in {place}" * (place not in first_line)
+    where = _write_traceback(composed, rank)
+    if not where:
+        traceback.print_exc()
+    if not supervised.report(f"{text}{where}"):
+        print(f"{PROGRAM}: rank {rank}: {text}{where}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _write_traceback(composed: compose.Composed, rank: str) -> str:
+    """Append the traceback to a file of this rank in the run's folder; return text that names it, or "" without a folder."""
+    from ringspan.trainer.checkpoint import run_folder
+    from ringspan.trainer.run_messages import short_path
+
+    with contextlib.suppress(OSError):
+        path = run_folder.choose(composed.config) / f"traceback-rank-{rank}.txt"
+        with path.open("a") as file:
+            file.write(f"{datetime.now().astimezone().isoformat(' ', 'seconds')}\n{traceback.format_exc()}\n")
+        return f"; the traceback is in {short_path(path)}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -202,6 +202,9 @@ def measure(
         One row per kernel, in the order of `names`.
     """
     table = kernels()
+    print(
+        f"{shape.name}: the reference, then {len(names)} kernels; the first call of each compiles", file=sys.stderr, flush=True
+    )
     q, k, v, dout = random_inputs(shape, device, dtype)
     references = [reference_results(head_slice((q, k, v, dout), shape, *probe), shape) for probe in probes(shape)]
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
@@ -213,6 +216,7 @@ def measure(
         print(f"{shape.name} {name}: {rows[-1]['status']} {rows[-1]['note']}".rstrip(), file=sys.stderr, flush=True)
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for index in range(rounds):
+        print(f"{shape.name}: round {index + 1} of {rounds}", file=sys.stderr, flush=True)
         for row in rows[:: -1 if index % 2 else 1]:  # a kernel starts at the clock that the previous one caused
             if row["status"] != "ok":
                 continue
@@ -230,6 +234,10 @@ def measure(
     return rows
 
 
+class RefusedError(RuntimeError):
+    """A baseline was tried on a setting and refused it."""
+
+
 def attempt(call: Callable[..., Any], *args: object) -> Any:
     """Return the result of a call; if it raises, a partial row with status and note, so that other kernels still run."""
     try:
@@ -238,7 +246,7 @@ def attempt(call: Callable[..., Any], *args: object) -> Any:
         result: Row = {"status": "skipped", "note": f"not installed: {error}"}
     except ValueError as error:
         result = {"status": "skipped", "note": str(error)}
-    except NotImplementedError as error:
+    except RefusedError as error:
         result = {"status": "refused", "note": str(error)}
     except Exception as error:  # compilers and drivers raise many types
         result = {"status": "failed", "note": f"{type(error).__name__}: {error}"}

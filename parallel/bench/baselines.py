@@ -1,8 +1,8 @@
 """Candidates of the ring benchmark: our ring in every layout and transport, our Ulysses, one rank alone, and baselines.
 
 A candidate makes a Problem as a context manager: this rank's share of one sequence, with fresh random tensors. It raises
-ImportError if its package is not installed, ValueError if it does not support a setting, and NotImplementedError if it was
-tried on the setting and refused it.
+ImportError if its package is not installed, ValueError if it does not support a setting, and RefusedError if it was tried on
+the setting and refused it.
 """
 
 import random
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringspan.kernels.attention import attention
 from ringspan.kernels.bench.baselines import BASELINES
+from ringspan.kernels.bench.measure import RefusedError
 from ringspan.kernels.bench.shapes import Shape, mask_of
 from ringspan.kernels.mask import Mask
 from ringspan.parallel.context_attention import context_attention
@@ -233,7 +234,7 @@ def check_torch_context_parallel(setting: Setting, context: BenchContext, rotate
     """Try each thing that plain causal attention does not have, on a short sequence.
 
     Raises:
-        NotImplementedError: torch refuses one of them; the message has torch's errors.
+        RefusedError: torch refuses one of them; the message has torch's errors.
         ValueError: torch accepts all, but the benchmark does not measure the mask, which would be a matrix.
     """
     short = replace(setting, tokens=256, documents=min(setting.documents, 8))
@@ -260,7 +261,7 @@ def check_torch_context_parallel(setting: Setting, context: BenchContext, rotate
                 reason = str(error).strip().partition("\n")[0].partition(". ")[0]
                 refusals.append(f"{name}: {type(error).__name__}, {reason[:80]}")
     if refusals:
-        raise NotImplementedError("; ".join(refusals))
+        raise RefusedError("; ".join(refusals))
     if "attn_mask" in tries:
         raise ValueError("takes this mask only as a matrix, which is not practical at these lengths")
 

@@ -88,6 +88,6 @@ def draw(all_spans: list[list[Span]], path: Path, title: str) -> None:
     axis.set_yticks([-rank - 0.4 for rank in range(len(all_spans))], [f"rank {rank}" for rank in range(len(all_spans))])
     axis.set_xlabel("ms")
     axis.set_title(title)
-    axis.legend(loc="upper right", ncols=2)
+    figure.legend(loc="outside lower right", ncols=2)  # below the axis, where it covers no bar
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -21,6 +21,7 @@ from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.mask import Mask
 from ringspan.parallel.bench.__main__ import main
 from ringspan.parallel.bench.baselines import BenchContext, Candidate, Make, Problem, Setting, candidates
+from ringspan.parallel.layout import Layout
 
 Block = tuple[Tensor, Tensor]
 
@@ -145,7 +146,8 @@ def _zigzag(call: Any) -> Make:
         q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
         leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         flops = setting.global_shape(context.ranks).flops() / context.ranks
-        yield Problem(lambda: call(*leaves, context.ring.ring_group), leaves, dout, flops)
+        layout = Layout("zigzag", setting.tokens * context.ranks, context.ranks)
+        yield Problem(lambda: call(*leaves, context.ring.ring_group), leaves, dout, flops, layout)
 
     return make
 

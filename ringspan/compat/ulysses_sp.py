@@ -28,6 +28,7 @@ from ringspan.hf.context import RingContext, context_parallel
 from ringspan.hf.documents import check_no_holes, documents_from_positions
 from ringspan.hf.masks import LayerMask, layer_mask
 from ringspan.hf.register import register
+from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
 
@@ -201,10 +202,7 @@ class UlyssesSPDataLoaderAdapter:
         except StopIteration:
             self.iter = iter(self.dl)
             raise
-        batches: list[Any] = [None] * self.sp_world_size
-        own = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in dict(batch).items()}
-        dist.all_gather_object(batches, own, group=self.sp_group)
-        self.micro_batches.extend(self._shard(batch) for batch in batches)
+        self.micro_batches.extend(self._shard(batch) for batch in all_gather_batches(dict(batch), self.sp_group))
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         ids = batch["input_ids"]
@@ -279,3 +277,33 @@ def install(ulysses: int = 1, layout: str = "zigzag") -> None:
 
 def _parameters(function: Any) -> list[str] | None:
     return None if function is None else list(inspect.signature(function).parameters)
+
+
+def all_gather_batches(batch: dict[str, Any], group: Any) -> list[dict[str, Any]]:
+    """Return the batches of all ranks of a group, in rank order, on the CPU. A collective of the group.
+
+    Names, dtypes, shapes and other entries are JSON, tensors are bytes: torch's all_gather_object would unpickle them.
+    """
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensors = {name: x.detach().cpu().contiguous() for name, x in batch.items() if isinstance(x, Tensor)}
+    others = {name: x for name, x in batch.items() if not isinstance(x, Tensor)}
+    described = {name: [str(x.dtype).removeprefix("torch."), list(x.shape), x.nbytes] for name, x in tensors.items()}
+    try:
+        descriptions = all_gather_json([described, others], group, device)
+    except TypeError as error:
+        raise ValueError(f"the batch has an entry that is no JSON ({error}): pass tensors, numbers, strings or lists") from None
+    own = (
+        torch.cat([x.reshape(-1).view(torch.uint8) for x in tensors.values()]) if tensors else torch.empty(0, dtype=torch.uint8)
+    )
+    longest = max(sum(nbytes for _, _, nbytes in each.values()) for each, _ in descriptions)
+    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in descriptions]
+    dist.all_gather(gathered, pad(own, (0, longest - len(own))).to(device), group=group)
+    batches = []
+    for (described, others), data in zip(descriptions, gathered, strict=True):
+        parts = data.cpu()[: sum(nbytes for *_, nbytes in described.values())].split([n for *_, n in described.values()])
+        values = {
+            name: part.clone().view(getattr(torch, dtype)).view(shape)
+            for (name, (dtype, shape, _)), part in zip(described.items(), parts, strict=True)
+        }
+        batches.append(values | others)
+    return batches

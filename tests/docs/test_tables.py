@@ -294,7 +294,7 @@ def test_a_missing_optional_result_is_not_measured_yet(repository: Path) -> None
         "device": "Made-up GPU",
         "dtype": "bf16",
         "date": "2001-02-03",
-        "command": "python -m ringspan.trainer.results runs/a",
+        "command": "ringspan results runs/a",
         "versions": {"torch": "9.9"},
         "plot": "docs/loss.png",
         "rows": [
@@ -302,7 +302,8 @@ def test_a_missing_optional_result_is_not_measured_yet(repository: Path) -> None
                 "model": "big", "batch": 1, "length": 131072, "ranks": 4, "split": {"data": 1, "ring": 4, "ulysses": 1},
                 "zero": 1, "tokens_per_s": 45710.2, "tflops_3.5x": 428.3, "tflops_3x": 377.1,
                 "mfu_3.5x": 0.43306, "mfu_3x": 0.3813,
-                "gib": 18.7014, "planned_gib": 18.72, "shares": {"attention": 0.75, "products": 0.125, "other": 0.125},
+                "gib": 18.7014, "planned_gib": 18.72, "seconds": 2.8675, "planned_seconds": 2.911,
+                "shares": {"attention": 0.75, "products": 0.125, "other": 0.125},
             },
             {
                 "model": "small", "batch": 8, "length": 512, "ranks": 1, "split": {"data": 1, "ring": 1, "ulysses": 1},
@@ -326,8 +327,9 @@ def test_a_missing_optional_result_is_not_measured_yet(repository: Path) -> None
     assert tables.main([], repository) == 0
     lines = (repository / "README.md").read_text().splitlines()
     assert lines[0] == "<!-- table: train-h200 if measured -->" and lines[-1] == "<!-- end -->"
-    big = "| big, 1 × 131,072 tokens, 4 ranks: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 | 12.5% |"
-    assert big in lines and "| small, 8 × 512 tokens, 1 rank: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – |" in lines
+    big = "| big, 1 × 131,072 tokens, 4 ranks: ring 4, ZeRO 1 | 45,710 | 428 (377) | 43.3% (38.1%) | 18.7, 18.7 "
+    big += "| 2.87, 2.91 | 12.5% |"
+    assert big in lines and "| small, 8 × 512 tokens, 1 rank: no split, ZeRO 0 | 9 | 0.0123 (0.01) | – | – | – | – |" in lines
     assert "| split | one and four | 200 | 0.00045 | 0.0012 | 2.346 |" in lines
     assert "[Loss curves](docs/loss.png). Made-up GPU, bf16" in lines[-3]
     assert tables.main(["--check"], repository) == 0

@@ -1,4 +1,4 @@
-"""A rank that dies or stalls in a ring, or in a save: the others end in time and name rank, operator and step; the run goes on.
+"""A rank that dies or stalls in a ring or a save, or whose loss is NaN: the others end in time and name it; the run goes on.
 
 pytest -m gpu tests/launch/test_faults.py        # on two GPUs
 """
@@ -21,9 +21,9 @@ SCRIPT = """
 import os, pathlib, signal, sys, time
 point, number, path, *options = sys.argv[1:]
 from ringspan.parallel.coordination import progress
-from ringspan.trainer import train
+from ringspan.trainer import engine, train
 from ringspan.trainer.checkpoint import checkpoint
-enter, write = progress.enter, checkpoint._write_share
+enter, write = progress.enter, checkpoint.write_share
 def fail():
     if os.environ["RANK"] == "1":
         pathlib.Path(path).write_text(str(time.time()))
@@ -32,11 +32,19 @@ def entering(op):
     if op == point and progress._current.step == 3:
         fail()
     enter(op)
+def poisoned(self, loss, labels):
+    bad = point == "NaN" and os.environ["RANK"] == "1" and progress._current.step >= 3
+    if bad and not os.path.exists(path):
+        pathlib.Path(path).write_text(str(time.time()))
+    if bad:
+        loss.data.fill_(float("nan"))
+    backward(self, loss * float("nan") if bad else loss, labels)
 def writing(*arguments):
     if point == "save" and (progress._current.step or 0) >= 2:
         fail()
     return write(*arguments)
-progress.enter, checkpoint._write_share = entering, writing
+backward, engine.Engine.backward = engine.Engine.backward, poisoned
+progress.enter, checkpoint.write_share = entering, writing
 raise SystemExit(train.main(options))
 """
 SUPERVISE = """
@@ -63,12 +71,25 @@ def environment(device: str) -> dict[str, str]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("point", ["ring backward", "ring forward", "save"])
 def test_a_rank_that_dies_is_named_and_the_run_goes_on(tmp_path: Path, point: str, device: str) -> None:
-    end, code, errors = fail(tmp_path, device, point, 9)
+    end, failed = fail(tmp_path, device, point, 9)
+    code, errors = failed.returncode, failed.stderr
     assert end < 10 and code == 137
     assert errors.splitlines()[-1].startswith("rank 1 was ended by SIGKILL")
     assert ("rank 0" in errors and "training step 3" in errors) or point == "save", errors
     if point != "save":
         assert point in errors
+    check_that_it_goes_on(tmp_path, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_whose_loss_is_not_finite_is_named_and_the_run_goes_on(tmp_path: Path, device: str) -> None:
+    end, done = fail(tmp_path, device, "NaN", 0, "debug.bad_steps=2")
+    assert end < 20 and done.returncode == 1, (end, done)
+    assert "not finite in 2 steps in a row" in done.stdout and "(the loss was not finite on rank 1)" in done.stdout
+    check_that_it_goes_on(tmp_path, device)
+
+
+def check_that_it_goes_on(tmp_path: Path, device: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ringspan.launch", "--ranks=2", *options(device, tmp_path), "steps=4"],
         cwd=ROOT, env=environment(device), capture_output=True, text=True, timeout=300,
@@ -79,19 +100,21 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on(tmp_path: Path, point: st
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_stalled_rank_is_named(tmp_path: Path, device: str) -> None:
-    end, code, errors = fail(tmp_path, device, "ring forward", 19, "parallel.timeout=10")
-    assert end < 10 + 15 and code not in (0, 137)
+    end, failed = fail(tmp_path, device, "ring forward", 19, "parallel.timeout=10")
+    code, errors = failed.returncode, failed.stderr
+    assert end < 10 + 15 and code not in (0, 137), (end, code, errors)
     last = errors.splitlines()[-1]
     assert "rank 1" in last or "rank 0" in last, errors
     assert "ring forward" in errors and "training step 3" in errors
 
 
-def fail(folder: Path, device: str, point: str, number: int, *more: str) -> tuple[float, int, str]:
-    """Run a job whose rank 1 gets a signal; return the seconds from it to the end, the exit code, and stderr."""
+def fail(folder: Path, device: str, point: str, number: int, *more: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Run a job whose rank 1 fails; return the seconds from then to the end, and the job."""
     rank = [sys.executable, "-c", SCRIPT, point, str(number), str(folder / "time"), *options(device, folder), "steps=4", *more]
     command = [sys.executable, "-c", SUPERVISE, *rank]
     done = subprocess.run(command, cwd=ROOT, env=environment(device), capture_output=True, text=True, timeout=300)
-    return time.time() - float((folder / "time").read_text()), done.returncode, done.stderr
+    assert (folder / "time").exists(), f"rank 1 did not reach {point}: {done.stdout}{done.stderr}"
+    return time.time() - float((folder / "time").read_text()), done
 
 
 @pytest.mark.gpu
@@ -112,7 +135,8 @@ def test_a_step_of_a_minute_is_abandoned_within_ten_seconds(tmp_path: Path) -> N
     """Layers of about 1.4 s forward on an H100; the host is ahead of the device. The first step completes."""
     shape = ["model.layers=8", "model.dim=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp_dim=1024"]
     data = ["data=recall", "data.length=1048576", "data.batch=2", "data.micro_batch=1", "parallel.timeout=600"]
-    command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *options("cuda", tmp_path), *shape, *data, "steps=9"]
+    others = [option for option in options("cuda", tmp_path) if not option.startswith("data")]
+    command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *others, *shape, *data, "steps=9"]
     launcher = subprocess.Popen(command, cwd=ROOT, env=environment("cuda"), stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     line = next(text for text in launcher.stdout if text.startswith("step"))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from ringspan import ROOT
+from ringspan.launch import __main__ as launcher
 from ringspan.launch import listeners
+from ringspan.launch.supervisor import Outcome
 from tests.trainer.jobs import TOY
 
 COMMAND = [sys.executable, "-m", "ringspan", "launch"]  # the console script `ringspan` runs this module
@@ -32,6 +34,21 @@ def test_errors_name_the_command(launch: list[str], option: str, reason: str) ->
 def test_help_names_the_command(launch: list[str]) -> None:
     done = subprocess.run([*launch, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "ringspan launch [--ranks=N] [--multirun] [key=value …]" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("flags", "line"), [(["--ranks=1"], "starting 1 rank …"), (["--ranks=3"], "starting 3 ranks …")])
+def test_the_number_of_ranks_is_printed_before_they_start(
+    flags: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def start(words: list[str], num_ranks: int) -> Outcome:
+        printed.append(capsys.readouterr().out)
+        return Outcome(0, False)
+
+    monkeypatch.setattr(launcher, "start", start)
+    options = ["experiment=laptop", "parallel.device=cpu", "data.batch=3", "data.micro_batch=1"]
+    assert launcher.main([*flags, *options]) == 0 and printed[0].splitlines()[0] == line
 
 
 def test_a_sweep_trains_every_job(tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_torchrun_opens_the_ports_of_its_warning_and_leaves_no_orphan(tmp_path: 
     command = [
         sys.executable,
         "-m",
-        "ringspan.launch.local",
+        "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
         "-m",

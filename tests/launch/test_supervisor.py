@@ -39,6 +39,10 @@ elif mode == "stall":
     time.sleep(0.2)
     supervised.report("Stalled: waited for rank 1 in training step 7,\\nlayer 3; the time limit is 15 s")
     raise SystemExit(1)
+if mode == "both":
+    time.sleep(0.5 * int(rank))
+    supervised.report(f"ValueError: bad rank {rank}; the traceback is in traceback-rank-{rank}.txt")
+    raise SystemExit(1)
 if mode == "done":
     raise SystemExit(0)
 if mode == "starting":
@@ -91,6 +95,15 @@ def test_the_last_message_names_the_rank_and_the_cause_that_came_first(
     if mode == "kill":
         assert "out of memory); rank 0 ends in its start\n" in errors
     assert not any(Path(f"/proc/{(tmp_path / rank).read_text()}").exists() for rank in ("0", "1"))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_two_failing_ranks_are_a_line_each_and_the_first_is_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their tracebacks would be interleaved; each is in a file that its line names."""
+    assert supervise("both", tmp_path).code == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if "bad rank" in line]
+    assert lines[-1].startswith("rank 0 failed first: ValueError: bad rank 0; the traceback is in traceback-rank-0.txt; ")
+    assert all(line.startswith("rank 1 failed after that: ") for line in lines[:-1] if "bad rank 1" in line)
 
 
 @pytest.mark.usefixtures("impatient")

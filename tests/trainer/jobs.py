@@ -110,11 +110,12 @@ def train_plain(options: list[str], hook: Callable[..., None] | None = None, *ar
     run.close()
 
 
-def train_with_one_mebibyte(options: list[str]) -> None:
-    from ringspan.trainer.monitoring import profiling
+def run_train_command(options: list[str]) -> None:
+    """Train the toy as `ringspan train` does, with its messages and exit code."""
+    from ringspan.trainer import train
+    from ringspan.trainer.config import compose
 
-    profiling.rank_memory = lambda device: 2**20
-    train(options)
+    raise SystemExit(train.run(compose.load([*TOY, *options])))
 
 
 def kill_after(run: Any, step: int) -> None:

@@ -49,7 +49,7 @@ def test_indivisible_splits_are_left_out(
 ) -> None:
     selected: dict[int, list[Split]] = {}
 
-    def record(num_ranks: int, splits: list[Split], steps: int) -> dict[Split, Any]:
+    def record(num_ranks: int, splits: list[Split], steps: int, **options: Any) -> dict[Split, Any]:
         selected[num_ranks] = splits
         return {split: dict(losses=[1.0], gradients=dict(w=[1.0])) for split in splits}
 
@@ -67,6 +67,29 @@ def test_zero_ranks_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parity.main(["ranks=[0,2]"])
     assert stop.value.code == 2 and "ranks=[0, 2]: it must be at least 1" in capsys.readouterr().err
+
+
+def fail_in_the_second_split(task: dict[str, Any]) -> None:
+    train, calls = parity._train, []
+
+    def train_once(composed: compose.Composed) -> dict[str, Any]:
+        if calls:
+            raise RuntimeError("the second split fails")
+        calls.append(1)
+        return train(composed)
+
+    parity._train = train_once
+    parity.run_rank(task)
+
+
+def test_each_row_is_printed_as_soon_as_it_is_known(one_rank: dict) -> None:
+    def start(num_ranks: int, task: dict[str, Any]) -> list[int | None]:
+        return jobs.run_ranks(num_ranks, fail_in_the_second_split, task)
+
+    with pytest.raises(RuntimeError, match="ranks ended"):
+        parity.measure(1, [REFERENCE, Split(1, 1, 1, 1)], start=start, expected=one_rank, show=True)
+    rows = [line for line in jobs.output.splitlines() if line.startswith(str(REFERENCE))]
+    assert len(rows) == 1 and len(rows[0].removeprefix(str(REFERENCE)).split()) == 3
 
 
 def test_deviating_gradient_is_detected(one_rank: dict) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs: signals, skipped steps, console output, memory plans, recall through the ring, error messages."""
+"""Whole runs: signals, skipped steps, console output, recall through the ring, error messages."""
 
 import fcntl
 import json
@@ -13,22 +13,16 @@ from typing import Any
 
 import pytest
 
+from ringspan.__main__ import usage
+from ringspan.trainer import run_messages
 from ringspan.trainer.checkpoint import load_model, run_folder
-from ringspan.trainer.config import compose
+from ringspan.trainer.config import compose, experiments
 from ringspan.trainer.config.schema import Config, Parallel
 from ringspan.trainer.evaluation.long_suite import wilson
 from tests.trainer import jobs
 from tests.trainer.checkpoint.test_resume import lines
 
 ROOT = Path(__file__).resolve().parents[2]
-DETERMINISTIC = ["steps=3", "debug.deterministic=true"]
-
-
-def run_train_command(options: list[str]) -> None:
-    """Run a rank as `ringspan train` does, with its messages and exit code."""
-    from ringspan.trainer import train
-
-    raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -72,7 +66,7 @@ def test_steps_with_a_non_finite_gradient_on_one_rank_are_skipped_and_counted(tm
 def test_too_many_consecutive_bad_steps_end_the_run_and_name_the_samples(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=9", "debug.bad_steps=3", "checkpoint.every=1"]
     assert set(jobs.run_ranks(2, jobs.train, options, jobs.poison, [3, 4, 5])) == {1}
-    assert "not finite in 3 steps in a row, the last of samples 16 to 19" in jobs.output
+    assert "in 3 steps in a row, the last of samples 16 to 19 (the loss was finite on all ranks): lower" in jobs.output
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
     assert jobs.output.count("step 3: no checkpoint is saved, the previous one remains: the gradient was not finite") == 1
 
@@ -106,28 +100,28 @@ def test_lost_weights_are_not_saved(tmp_path: Path) -> None:
 
 def test_a_run_without_a_whole_checkpoint_ends_with_code_3_and_keeps_its_curve(tmp_path: Path) -> None:
     options, run = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"], tmp_path / "run"
-    assert jobs.run_ranks(1, run_train_command, options) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, options) == [0]
     for path in run.glob("checkpoints/*/manifest.json"):
         path.unlink()
     (run / "finished.json").unlink()
     curve = (run / "metrics.jsonl").read_bytes()
-    assert jobs.run_ranks(2, run_train_command, options) == [3, 3]
+    assert jobs.run_ranks(2, jobs.run_train_command, options) == [3, 3]
     assert jobs.output.count("no checkpoint is whole, so nothing is left to continue from") == 1
     assert "checkpoint.resume=none   # from step 1" in jobs.output and "Traceback" not in jobs.output
     assert (run / "metrics.jsonl").read_bytes() == curve
-    assert jobs.run_ranks(1, run_train_command, [*options, "checkpoint.resume=none"]) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, "checkpoint.resume=none"]) == [0]
     assert (run / "metrics.jsonl.old").read_bytes() == curve and [line["step"] for line in lines(run)] == [1, 2]
     assert sorted(path.name for path in (run / "checkpoints").glob("*.bad")) == ["step-00000001.bad", "step-00000002.bad"]
 
 
 def test_damaged_records_do_not_stop_a_run(tmp_path: Path) -> None:
     options, run = [f"runs={tmp_path}", "name=run", "steps=2", "checkpoint.every=1"], tmp_path / "run"
-    assert jobs.run_ranks(1, run_train_command, options) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, options) == [0]
     (run / "finished.json").write_text("")
     (run / "starts.jsonl").write_bytes(b"\xff\xfe" + (run / "starts.jsonl").read_bytes())
     with (run / "metrics.jsonl").open("a") as file:
         file.write("7\n")
-    assert jobs.run_ranks(2, run_train_command, [*options, "steps=3"]) == [0, 0]
+    assert jobs.run_ranks(2, jobs.run_train_command, [*options, "steps=3"]) == [0, 0]
     assert "finished.json is damaged, so the run counts as not finished; it is renamed to finished.json.bad" in jobs.output
     assert "starts.jsonl: line 1 is damaged" in jobs.output and "Traceback" not in jobs.output
     assert re.search(
@@ -139,7 +133,7 @@ def test_damaged_records_do_not_stop_a_run(tmp_path: Path) -> None:
 def test_console_output_and_recorded_start(tmp_path: Path) -> None:
     assert jobs.run_ranks(2, jobs.train, [f"runs={tmp_path}", "name=run", "steps=2"]) == [0, 0]
     text = jobs.output
-    pattern = r"step 2/2  loss \d\.\d{3}  grad \d+\.\d\d  lr \d\.\de-\d+  [\d.]+k? tok/s  [\de.-]+ TFLOP/s  ETA 0s"
+    pattern = r"step 2/2  loss \d\.\d{3}  grad \d+\.\d\d  lr \d\.\de-\d+  [\d.]+k? tok/s  [\de.-]+ TFLOP/s  \d+s, ETA 0s"
     assert re.search(pattern, text), text
     assert "data 1 × ring 2 × ulysses 1, ZeRO 1" in text and "Next steps:" in text
     start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
@@ -148,10 +142,17 @@ def test_console_output_and_recorded_start(tmp_path: Path) -> None:
     assert "steps: 2" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_too_little_memory_is_a_warning_on_one_rank(tmp_path: Path) -> None:
-    assert jobs.run_ranks(2, jobs.train_with_one_mebibyte, [f"runs={tmp_path}", "name=run", "steps=1"]) == [0, 0]
-    assert jobs.output.count("memory: the plan does not fit, so the run may run out of memory: engine.memory=") == 1
-    assert "GiB on each rank (it needs" in jobs.output
+def test_evaluations_and_samples_during_a_run_are_shown(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=5", "evaluate.every=2", "evaluate.sample=4", "evaluate.sample_every=3"]
+    assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
+    text = jobs.output
+    assert re.search(r"step 2: held-out loss \d\.\d{3}  text \d", text), text
+    assert re.search(r"step 4: held-out loss \d\.\d{3} \([−+]\d\.\d{3} since step 2\)", text), text
+    assert re.search(r"(?m)^held-out loss \d\.\d{3} \([−+]\d\.\d{3} since step 4\)", text), text
+    assert text.count("the model continues after the bar:") == 2
+    assert "best checkpoint: " in text and "text read " in text and " bits per byte" in text
+    held_out = lines(tmp_path / "run", "held_out")
+    assert [line["step"] for line in held_out] == [2, 4, 5] and {line["batches"] for line in held_out} == {1}
 
 
 def test_loss_is_a_mean_of_the_losses_by_source(tmp_path: Path) -> None:
@@ -161,101 +162,6 @@ def test_loss_is_a_mean_of_the_losses_by_source(tmp_path: Path) -> None:
             smallest, largest = min(line["source"].values()), max(line["source"].values())
             assert smallest * (1 - 1e-6) <= line["loss"] <= largest * (1 + 1e-6)  # summed in another order
     assert any(len(line.get("source", {})) > 1 for line in lines(tmp_path / "run"))
-
-
-@pytest.fixture(scope="module")
-def keeping_everything(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Metrics of runs with the memory plan `none`, by ZeRO stage."""
-    root = tmp_path_factory.mktemp("plain")
-    for zero in (1, 3):
-        options = [*DETERMINISTIC, f"runs={root}", f"name={zero}", f"engine.zero={zero}", "engine.memory=none"]
-        assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
-    return {zero: lines(root / str(zero)) for zero in (1, 3)}
-
-
-@pytest.mark.parametrize("plan", ["none", "auto", "x/1", "x/1@2 outs=2@2"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_memory_plans_change_no_number(
-    keeping_everything: dict[int, list[dict[str, Any]]], tmp_path: Path, plan: str, zero: int
-) -> None:
-    """Plans whose rows and heads are one chunk; one sum of three gradients is rounded in another order."""
-    options = [*DETERMINISTIC, f"runs={tmp_path}", "name=run", f"engine.zero={zero}", f"engine.memory={plan}"]
-    assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
-    for step, expected in zip(lines(tmp_path / "run"), keeping_everything[zero], strict=True):
-        pair = (step["loss"], step["grad"]), (expected["loss"], expected["grad"])
-        assert pair[0] == (pair[1] if plan in ("none", "auto") else pytest.approx(pair[1], rel=1e-6))
-
-
-def test_planned_and_measured_phases_are_written(tmp_path: Path) -> None:
-    options = [f"runs={tmp_path}", "name=run", "steps=2", "engine.memory=x/2@1 outs=1@1"]
-    assert jobs.run_ranks(2, jobs.train, options) == [0, 0]
-    assert jobs.output.count("memory plan x/2@1 outs=1@1: ") == 2 and "GiB of host memory planned" in jobs.output
-    (start,) = lines(tmp_path / "run", "start")
-    assert start["plan"] == "x/2@1 outs=1@1" and start["planned"] > 0 and start["host_pinned"] > 0
-    phases = lines(tmp_path / "run", "phase")
-    assert [line["phase"] for line in phases] == ["forward", "backward"] * 2 + ["step"]  # of the first step: two micro-batches
-    assert all(line["planned"] > 0 and line["seconds"] > 0 for line in phases)
-    assert json.loads((tmp_path / "run" / "starts.jsonl").read_text())["memory"] == "x/2@1 outs=1@1"
-
-
-def run_out_of_memory(run: Any) -> None:
-    """Raise torch's error in the third backward."""
-    import torch
-
-    backward, calls = run.engine.backward, []
-
-    def failing(loss: Any, labels: float) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        backward(loss, labels)
-
-    run.engine.backward = failing
-
-
-def run_train_command_out_of_memory(options: list[str]) -> None:
-    from ringspan.trainer import run as run_module
-    from ringspan.trainer import train
-
-    start = run_module.Run.__init__
-
-    def start_and_break(self: Any, composed: Any) -> None:
-        start(self, composed)
-        run_out_of_memory(self)
-
-    run_module.Run.__init__ = start_and_break  # type: ignore[method-assign]
-    raise SystemExit(train.run(compose.load([*jobs.TOY, *options])))
-
-
-def test_out_of_memory_names_phase_bytes_and_the_next_plan(tmp_path: Path) -> None:
-    options = [f"runs={tmp_path}", "name=run", "steps=3", "checkpoint.every=1", "data.length=4096", "engine.bucket_mb=1"]
-    assert jobs.run_ranks(
-        1, run_train_command_out_of_memory, [*options, "data.batch=1", "data.micro_batch=1", "engine.memory=none"]
-    ) == [1]
-    assert "ringspan train: rank 0: out of memory in phase 'backward': " in jobs.output
-    assert "GiB were planned for it" in jobs.output and "try engine.memory='x/" in jobs.output
-    assert "step-00000002 is the last checkpoint" in jobs.output
-
-
-@pytest.mark.parametrize(
-    ("key", "message"), [("host", "GiB of host memory are planned"), ("plan", "outs=9 is more than the model's 2 layers")]
-)
-def test_plan_that_cannot_start_is_named_before_step_1(tmp_path: Path, key: str, message: str) -> None:
-    options = [f"runs={tmp_path}", "name=run", "steps=1"]
-    if key == "plan":
-        with pytest.raises(compose.ConfigError, match=message):
-            compose.load([*jobs.TOY, *options, "engine.memory=x/1 outs=9"])
-        return
-    assert jobs.run_ranks(2, train_without_host_memory, [*options, "engine.memory=x/1@2"]) == [2, 2]
-    assert jobs.output.count(message) == 1 and "take another plan" in jobs.output
-    assert "Traceback" not in jobs.output and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def train_without_host_memory(options: list[str]) -> None:
-    from ringspan.trainer.memory import kept
-
-    kept.available_host_memory = lambda: 1.0
-    run_train_command(options)
 
 
 def compile_layers_and_count_in_sample(run: Any) -> None:
@@ -307,6 +213,17 @@ def test_muon_steps_have_the_length_of_the_learning_rate(tmp_path: Path, zero: i
     assert len(names) > 8
 
 
+def test_each_command_of_a_newcomer_names_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    """ringspan --help → ringspan experiments → a run → ringspan compare."""
+    assert "ringspan experiments" in usage() and "ringspan launch experiment=laptop" in usage()
+    assert experiments.main([]) == 0 and "ringspan launch experiment=laptop" in capsys.readouterr().out
+    laptop, passkey = (compose.load(["experiment=laptop", *more]).config for more in ([], ["data=passkey"]))
+    steps = list(run_messages.next_steps(laptop, "runs/a", saved=True))
+    assert "generate checkpoint=runs/a" in steps[0] and "ringspan compare runs/a " in steps[1].replace("python -m ", "")
+    text = "\n".join(run_messages.next_steps(passkey, "runs/a", saved=True))
+    assert "generate" not in text and "def main(" not in text and "compare runs/a" in text  # it has learned no text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 def test_distant_facts_are_recalled_only_through_the_ring(tmp_path: Path, cut: bool) -> None:
@@ -326,14 +243,14 @@ def test_locked_folder_is_one_error(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("process 17 on node3")
         lock.flush()
-        assert jobs.run_ranks(2, run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
+        assert jobs.run_ranks(2, jobs.run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
     assert jobs.output.count("another process trains in this folder (process 17 on node3)") == 1
     assert "Traceback" not in jobs.output
 
 
 def test_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert jobs.run_ranks(2, run_train_command, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
+    assert jobs.run_ranks(2, jobs.run_train_command, [f"runs={tmp_path}/file", "steps=1"]) == [2, 2]
     assert jobs.output.count(f"runs={tmp_path}/file: the run's folder cannot be written") == 1
     assert "Traceback" not in jobs.output
     command = [sys.executable, "-m", "ringspan.trainer.train", *jobs.TOY, f"runs={tmp_path}/file"]
@@ -343,21 +260,21 @@ def test_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 def test_start_that_cannot_be_recorded_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    assert jobs.run_ranks(2, run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
+    assert jobs.run_ranks(2, jobs.run_train_command, [f"runs={tmp_path}", "name=run", "steps=1"]) == [2, 2]
     assert jobs.output.count(f"Is a directory: '{tmp_path}/run/config.yaml'") == 1 and "Traceback" not in jobs.output
 
 
 def test_finished_named_run_rejects_other_options(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=1"]
-    assert jobs.run_ranks(1, run_train_command, options) == [0]
-    assert jobs.run_ranks(1, run_train_command, options) == [0], "the same command only reports"
-    assert jobs.run_ranks(1, run_train_command, [*options, "optim.lr=1e-3"]) == [2]
+    assert jobs.run_ranks(1, jobs.run_train_command, options) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, options) == [0], "the same command only reports"
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, "optim.lr=1e-3"]) == [2]
     assert "that run is finished, and had other options: optim.lr=0.001 (was 0.003)" in jobs.output
     more_steps = [*options, "optim.lr=1e-3", "steps=2"]
-    assert jobs.run_ranks(1, run_train_command, [*more_steps, "model.layers=3"]) == [2]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*more_steps, "model.layers=3"]) == [2]
     assert "it is of another model" in jobs.output
     assert "layers: 2" in (tmp_path / "run" / "config.yaml").read_text(), "a rejected run changes no file"
-    assert jobs.run_ranks(1, run_train_command, more_steps) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, more_steps) == [0]
 
 
 def reject_device_on_rank_1(options: list[str]) -> None:
@@ -368,7 +285,7 @@ def reject_device_on_rank_1(options: list[str]) -> None:
 
     if os.environ["RANK"] == "1":
         distributed.choose_device = reject
-    run_train_command(options)
+    jobs.run_train_command(options)
 
 
 def test_error_of_one_rank_is_printed_by_it(tmp_path: Path) -> None:
@@ -413,7 +330,7 @@ def fail_to_save_step_2(options: list[str]) -> None:
         return "No space left on device" if position.step == 2 else original(folder, engine, position, *rest)
 
     checkpoint.save = save
-    run_train_command(options)
+    jobs.run_train_command(options)
 
 
 def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None:
@@ -422,31 +339,31 @@ def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None
     assert "Step 2 is not saved: No space left on device. Free disk space" in jobs.output
     assert "the weights of step 1," not in jobs.output and "checkpoints the weights of step 1." in jobs.output
     assert not (tmp_path / "run" / "finished.json").exists()
-    assert jobs.run_ranks(2, run_train_command, options) == [0, 0]
+    assert jobs.run_ranks(2, jobs.run_train_command, options) == [0, 0]
     assert "continuing after step 1" in jobs.output and (tmp_path / "run" / "finished.json").exists()
 
 
 def test_repeated_report_appears_once_in_the_metrics(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run", "steps=2"]
     for _ in range(2):
-        assert jobs.run_ranks(1, run_train_command, options) == [0]
+        assert jobs.run_ranks(1, jobs.run_train_command, options) == [0]
         assert [line["step"] for line in lines(tmp_path / "run", "held_out")] == [2]
         assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
 
 
 def test_changed_options_of_a_continued_run_are_printed(tmp_path: Path) -> None:
     options = [f"runs={tmp_path}", "name=run"]
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=1"]) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, "steps=1"]) == [0]
     changes = ["steps=2", "rope.base=500", "seed=3", "optim.lr=1e-3"]
-    assert jobs.run_ranks(1, run_train_command, [*options, *changes]) == [2]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, *changes]) == [2]
     assert "other options than rope.base=500.0 (there 10000.0), seed=3 (there 0): take those, or accept" in jobs.output
     assert "checkpoint.changed=[rope.base,seed]" in jobs.output
-    assert jobs.run_ranks(1, run_train_command, [*options, *changes, "checkpoint.changed=[rope,seed]"]) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, *changes, "checkpoint.changed=[rope,seed]"]) == [0]
     assert "name=run: continues with other options: optim.lr=0.001 (was 0.003), rope.base=500.0 (was 10000.0)" in jobs.output
     assert "checkpoint.changed accepts rope.base=500.0 (there 10000.0), seed=3 (there 0)" in jobs.output
     start = json.loads((tmp_path / "run" / "starts.jsonl").read_text().splitlines()[-1])
     assert set(start["changed"]) == {"rope.base", "seed"}
-    assert jobs.run_ranks(1, run_train_command, [*options, "steps=3", *changes[1:]]) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options, "steps=3", *changes[1:]]) == [0]
     assert "other options" not in jobs.output
 
 
@@ -454,7 +371,7 @@ def test_too_many_bad_steps_name_the_checkpoint_to_continue_from(tmp_path: Path)
     options = [f"runs={tmp_path}", "steps=9", "debug.bad_steps=2", "checkpoint.every=1"]
     assert jobs.run_ranks(1, jobs.train, options, jobs.poison, [3, 4]) == [1]
     (path,) = re.findall(r"checkpoint\.resume=(\S+) continues from the last checkpoint", jobs.output)
-    assert jobs.run_ranks(1, run_train_command, [*options[:2], "optim.lr=1e-3", f"checkpoint.resume={path}"]) == [0]
+    assert jobs.run_ranks(1, jobs.run_train_command, [*options[:2], "optim.lr=1e-3", f"checkpoint.resume={path}"]) == [0]
     assert f"continuing after step {int(path.rpartition('-')[2])}" in jobs.output
 
 

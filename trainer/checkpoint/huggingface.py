@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringspan.trainer import files
+from ringspan.trainer.checkpoint.huggingface_config import ROPE_NAMES, ROPE_OPTIONS, read_config
 from ringspan.trainer.checkpoint.safetensors import File, write
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.planning.flops import head_dim, window
@@ -153,112 +154,6 @@ def rope_difference(path: Path, rope: Rope) -> str:
     return f"init_from={str(path)!r}: positions are scaled otherwise than there, as a longer context needs: {differences}"
 
 
-class HFConfig(dict[str, Any]):
-    """A config.json; a missing key raises a ValueError that names key and folder."""
-
-    def __init__(self, *args: Any, path: Path) -> None:
-        super().__init__(*args)
-        self.path = path
-
-    def __missing__(self, key: str) -> Any:
-        raise ValueError(f"init_from={str(self.path)!r} has no {key} in its config.json")
-
-
-def read_config(path: Path) -> tuple[str, Model, Rope]:
-    """Read a folder's config.json.
-
-    Returns:
-        (family, model, rope), with family "llama", "qwen3" or "gpt2".
-    Raises:
-        ValueError: config.json is missing, or describes an unsupported model; the message names the key.
-    """
-    try:
-        config = HFConfig(files.read_json(path / "config.json"), path=path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"init_from={str(path)!r} has no config.json that can be read: {error}") from None
-    family = config.get("model_type")
-    if family == "gpt2":
-        dim = config["n_embd"]
-        model = Model(
-            name=path.name,
-            vocabulary=config["vocab_size"],
-            layers=config["n_layer"],
-            dim=dim,
-            heads=config["n_head"],
-            kv_heads=config["n_head"],
-            mlp_dim=config.get("n_inner") or 4 * dim,
-            norm="layernorm",
-            norm_eps=config.get("layer_norm_epsilon", 1e-5),
-            positions="learned",
-            max_positions=config["n_positions"],
-            activation="gelu",
-            bias=True,
-            tied=config.get("tie_word_embeddings", True),
-        )
-        _validate(path, config, activation_function=("gelu_new", "gelu_pytorch_tanh"), tie_word_embeddings=(True,))
-        _validate(path, config, scale_attn_by_inverse_layer_idx=(False,), scale_attn_weights=(True,))
-        return family, model, Rope()
-    if family not in ("llama", "qwen3"):
-        raise ValueError(f"init_from={str(path)!r} is a model of type {family}: llama, qwen3 and gpt2 are supported")
-    _validate(path, config, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), use_sliding_window=(False,))
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(
-            f"init_from={str(path)!r} has layers of types {config['layer_types']}; only full_attention is supported"
-        )
-    model = Model(
-        name=path.name,
-        vocabulary=config["vocab_size"],
-        layers=config["num_hidden_layers"],
-        dim=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        mlp_dim=config["intermediate_size"],
-        norm_eps=config["rms_norm_eps"],
-        qk_norm=family == "qwen3",
-        tied=config.get("tie_word_embeddings", False),
-    )
-    # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return family, model, _read_rope(path, scaling, config)
-
-
-ROPE_NAMES = {  # option of the group rope: key of config.json
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-}
-ROPE_OPTIONS = {  # rope.kind: options it uses
-    "base": [],
-    "linear": ["factor"],
-    "yarn": ["factor", "original_length", "beta_fast", "beta_slow", "attention_factor"],
-    "llama3": ["factor", "original_length", "low_freq_factor", "high_freq_factor"],
-}
-
-
-def _read_rope(path: Path, scaling: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = "base" if kind == "default" else kind
-    if kind not in ROPE_OPTIONS:
-        raise ValueError(
-            f"init_from={str(path)!r} has rotary positions of type {kind}: default, linear, yarn and llama3 are supported"
-        )
-    known = {*ROPE_NAMES.values(), "rope_type", "type", "rope_theta"}
-    neutral = {"partial_rotary_factor": 1.0, "truncate": True}
-    unsupported = {name: x for name, x in scaling.items() if name not in known and x is not None and neutral.get(name) != x}
-    if unsupported:
-        raise ValueError(f"init_from={str(path)!r} has rotary options that are not supported: {unsupported}")
-    base = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
-    options = {name: scaling[ROPE_NAMES[name]] for name in ROPE_OPTIONS[kind] if scaling.get(ROPE_NAMES[name]) is not None}
-    if kind == "yarn":
-        options.setdefault("original_length", config.get("max_position_embeddings"))
-    return Rope(kind=kind, base=float(base), **options)
-
-
 def write_config(path: Path, model: Model, rope: Rope, length: int, end: int | None, dtype: torch.dtype) -> str:
     """Write a config.json, and return the family that this model belongs to."""
     family = family_of(model, rope)
@@ -390,11 +285,3 @@ def _compared_fields(model: Model, saved: Model) -> list[str]:
     if head_dim(model) == head_dim(saved):
         skip.add("head_dim")
     return [name for name in fields if name not in skip]
-
-
-def _validate(path: Path, config: Mapping[str, Any], **choices: tuple[Any, ...]) -> None:
-    for name, supported in choices.items():
-        if config.get(name, supported[0]) not in supported:
-            raise ValueError(
-                f"init_from={str(path)!r} has {name}={config[name]!r} in its config.json; {supported[0]!r} is supported"
-            )

@@ -5,6 +5,7 @@ options that define the run; options of sharding, tracking and saving do not cou
 run with the same options gets the suffix -2.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from ringspan.trainer.monitoring import records
 FINISHED = "finished.json"
 IDENTITY = ("steps", "seed", "init_from", "model", "rope", "tokenizer", "data", "optim", "schedule")
 NOT_IDENTITY = ("data.micro_batch", "data.prefetch", "data.cache", "data.verify")
+_entered: list[Path] = []  # folders that this process has locked
 
 
 def choose(config: Config, number: int = 0) -> Path:
@@ -126,11 +129,43 @@ def enter(composed: Composed) -> tuple[Path, IO[str]]:
         if os.path.lexists(folder / FINISHED) and not is_finished(folder):
             bad = records.set_aside(folder / FINISHED)
             print(f"{folder / FINISHED} is damaged, so the run counts as not finished; it is renamed to {bad.name}", flush=True)
+        _entered.append(folder)
         _validate_options(folder, config)
         _report_repeat(folder, config)
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: the run's folder cannot be written: {error}") from None
     return folder, lock
+
+
+def discard_unused() -> None:
+    """Remove the folder that this process has locked if its run has never started: nothing is in it but the lock and ranks/."""
+    for folder in _entered:
+        with contextlib.suppress(OSError):
+            if {path.name for path in folder.iterdir()} <= {"lock", "ranks"}:
+                shutil.rmtree(folder)
+
+
+def enter_on_all_ranks(composed: Composed, distributed: Any) -> tuple[Path, IO[str] | None]:
+    """Enter the run's folder on rank 0; all ranks get its path, or the same error.
+
+    Args:
+        composed: the config.
+        distributed: the ranks' DistributedContext.
+    Returns:
+        The folder, and the lock file on rank 0.
+    Raises:
+        ConfigError: as `enter`, on all ranks.
+    """
+    folder, lock, problem = None, None, ""
+    if distributed.rank == 0:
+        try:
+            folder, lock = enter(composed)
+        except ConfigError as error:
+            problem = str(error)
+    path, problem = distributed.broadcast((str(folder), problem))
+    if problem:
+        raise ConfigError(problem)
+    return Path(path), lock
 
 
 def _report_repeat(folder: Path, config: Config) -> None:

@@ -12,6 +12,7 @@ from ringspan.trainer.checkpoint import checkpoint, compatibility, load_model, r
 from ringspan.trainer.checkpoint.reader import Reader, verify
 from ringspan.trainer.config.compose import Composed, ConfigError
 from ringspan.trainer.config.schema import Model
+from ringspan.trainer.data import fingerprint
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Values
 from ringspan.trainer.model import initial_values
@@ -35,6 +36,7 @@ class StartFinder:
         folder: the run's folder.
         model: the run's model, with vocabulary and positions resolved.
         shapes: shape of each weight.
+        data: this run's data, as `fingerprint.describe` returns it.
         distributed: this rank's place in the job.
     """
 
@@ -44,10 +46,11 @@ class StartFinder:
         folder: Path,
         model: Model,
         shapes: dict[str, torch.Size],
+        data: fingerprint.Description,
         distributed: DistributedContext,
     ) -> None:
         self.composed, self.config, self.folder = composed, composed.config, folder
-        self.model, self.shapes, self.distributed = model, shapes, distributed
+        self.model, self.shapes, self.data, self.distributed = model, shapes, data, distributed
 
     def find(self) -> Start:
         """Return the start.
@@ -133,6 +136,10 @@ class StartFinder:
                 f"{path} was made with other options than {', '.join(found[key] for key in refused)}: "
                 f"take those, or accept the change with checkpoint.changed=[{','.join([*changed, *refused])}]"
             )
+        if optimizer:
+            hashes = saved.get("fingerprint", {}) if isinstance(saved, dict) else {}  # absent in older checkpoints
+            if lines := fingerprint.require_unchanged(self.data, hashes, path.name, changed):
+                found["contents of data.sources"] = "; ".join(lines)
         return Start(source.values, source, found)
 
     def _initial_values(self, name: str, key: str, start: int, stop: int) -> Tensor:

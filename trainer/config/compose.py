@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
         f'ringspan.trainer.config.compose needs the package {error.name}: pip install "ringspan[train]"', name=error.name
     ) from error
 
+from ringspan.trainer.checkpoint.huggingface_config import MODEL_FROM, model_overrides
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.help import (
     CONF,
@@ -80,7 +81,7 @@ def main(
     try:
         flags, overrides = split_flags(argv)
         if "help" in flags:
-            print(help_text(program, about, Config))
+            print(help_text(program, about, Config, overrides))
             raise SystemExit(0)
         composed = load(overrides, flags.get("config-dir"), world_size, planning)
         if "cfg" in flags:
@@ -126,7 +127,7 @@ def load(
 def _compose(overrides: list[str], config_dir: str | None) -> Composed:
     """Compose overrides and check their types, without validate.py."""
     overrides = [_expand_suffix(text) for text in overrides]
-    parsed = [_parse(text) for text in overrides]
+    parsed = [_parse(text) for text in _expand_model_from(overrides)]
     folders = [CONF]
     if config_dir is not None:
         folders.insert(0, Path(config_dir).resolve())
@@ -243,15 +244,33 @@ def split_flags(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _expand_suffix(text: str) -> str:
-    """Expand 128k to 131072 and 1M to 1048576 in counts of tokens only: in `steps`, k could mean 1000. Quote a memory plan."""
+    """Expand 128k to 131072 and 1M or 1m to 1048576, in counts of tokens only: in `steps`, k could mean 1000. Quote a plan."""
     key, _, value = text.partition("=")
     if key == "engine.memory" and " " in value and not value.startswith(("'", '"')):
         return f"{key}='{value}'"
-    match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKM])", text)
+    match = re.fullmatch(rf"((?:{'|'.join(COUNT_TOKENS)})=\d+)([kKmM])", text)
     if match is None:
         return text
     key, _, number = match[1].partition("=")
-    return f"{key}={int(number) * 1024 ** (2 if match[2] == 'M' else 1)}"
+    return f"{key}={int(number) * 1024 ** (2 if match[2] in 'mM' else 1)}"
+
+
+def _expand_model_from(overrides: list[str]) -> list[str]:
+    """Replace model.from=FOLDER by the options that it stands for, except those that are written out."""
+    folders = [text.partition("=")[2] for text in overrides if text.startswith(f"{MODEL_FROM}=")]
+    if not folders:
+        return overrides
+    rest = [text for text in overrides if not text.startswith(f"{MODEL_FROM}=")]
+    keys = {text.partition("=")[0] for text in rest}
+    if len(folders) > 1 or "model" in keys:
+        raise ConfigError(f"{MODEL_FROM}={folders[0]}: the model's shape is set twice; leave out model= or the other folder")
+    if not folders[0]:
+        raise ConfigError(f"{MODEL_FROM}=: it takes a folder in Hugging Face's format, with a config.json")
+    try:
+        pairs = model_overrides(folders[0].strip("'\""))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [*rest, *(f"{key}={value}" for key, value in pairs if key not in keys and key.partition(".")[0] not in keys)]
 
 
 def _parse(text: str) -> Override:

@@ -4,9 +4,10 @@ import difflib
 import functools
 import re
 import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -20,12 +21,108 @@ RETIRED = {
     "engine.offload_activations": "engine.memory=auto uses host memory where a plan needs it; "
     "'x/1@LAYERS' keeps the inputs of all layers there, with LAYERS the number of the model's layers",
 }
+FOREIGN = {  # names of Hugging Face's TrainingArguments and configs, of torchtitan and of nanochat: ours
+    "batch_size": "data.batch, sequences per step of all ranks, in micro-batches of data.micro_batch",
+    "total_batch_size": "data.batch, in sequences of data.length tokens",
+    "global_batch_size": "data.batch, sequences per step of all ranks",
+    "local_batch_size": "data.micro_batch, sequences of a rank's forward",
+    "device_batch_size": "data.micro_batch, sequences of a rank's forward",
+    "per_device_train_batch_size": "data.micro_batch, sequences of a rank's forward",
+    "per_device_eval_batch_size": "data.micro_batch, sequences of a rank's forward",
+    "gradient_accumulation_steps": "data.batch: a step has data.batch / (data.micro_batch × data ranks) micro-batches",
+    "learning_rate": "optim.lr",
+    "embedding_lr": "optim.lr",
+    "matrix_lr": "optim.muon_lr, with optim=muon",
+    "adam_beta1": "optim.betas, both as [0.9,0.95]",
+    "adam_beta2": "optim.betas, both as [0.9,0.95]",
+    "adam_epsilon": "optim.eps",
+    "optimizer": "optim (adamw or muon)",
+    "max_grad_norm": "optim.clip",
+    "max_norm": "optim.clip",
+    "grad_clip": "optim.clip",
+    "lr_scheduler_type": "schedule (cosine, linear, wsd or constant)",
+    "lr_scheduler": "schedule (cosine, linear, wsd or constant)",
+    "warmup_steps": "schedule.warmup, in steps",
+    "warmup_ratio": "schedule.warmup, in steps; by default a tenth of the run",
+    "warmdown_ratio": "schedule.decay, with schedule=wsd",
+    "epochs": "steps; a run's summary says how often each text was read",
+    "num_epochs": "steps; a run's summary says how often each text was read",
+    "num_train_epochs": "steps; a run's summary says how often each text was read",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "num_iterations": "steps",
+    "train_steps": "steps",
+    "context_length": "data.length",
+    "seq_len": "data.length",
+    "seq_length": "data.length",
+    "sequence_len": "data.length",
+    "sequence_length": "data.length",
+    "max_seq_len": "data.length",
+    "max_seq_length": "data.length",
+    "max_length": "data.length",
+    "block_size": "data.length",
+    "max_position_embeddings": "model.max_positions, with model.positions=learned; else data.length",
+    "n_layer": "model.layers",
+    "n_layers": "model.layers",
+    "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "depth": "model.layers",
+    "n_embd": "model.dim",
+    "d_model": "model.dim",
+    "hidden_size": "model.dim",
+    "n_head": "model.heads",
+    "n_heads": "model.heads",
+    "num_heads": "model.heads",
+    "num_attention_heads": "model.heads",
+    "n_kv_heads": "model.kv_heads",
+    "num_key_value_heads": "model.kv_heads",
+    "intermediate_size": "model.mlp_dim",
+    "vocab_size": "model.vocabulary",
+    "rope_theta": "rope.base",
+    "sliding_window": "model.windows",
+    "tie_word_embeddings": "model.tied",
+    "model_name_or_path": "init_from, with model.from for the shape",
+    "dataset": "data.sources.NAME.paths, with data=text or data=tokens",
+    "dataset_name": "data.sources.NAME.paths, with data=text or data=tokens",
+    "train_files": "data.sources.NAME.paths, with data=text or data=tokens",
+    "output_dir": "runs, and name for the folder in it",
+    "dump_folder": "runs, and name for the folder in it",
+    "run_name": "name",
+    "save_steps": "checkpoint.every",
+    "save_every": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "checkpoint.resume; by default the same command resumes",
+    "eval_steps": "evaluate.every",
+    "eval_every": "evaluate.every",
+    "eval_strategy": "evaluate.every",
+    "logging_steps": "tracking.log_every",
+    "log_freq": "tracking.log_every",
+    "report_to": "tracking (console, offline or wandb)",
+    "bf16": "engine.precision=bf16, the default on a GPU",
+    "fp16": "engine.precision=bf16: fp16 is not supported",
+    "dtype": "engine.precision",
+    "torch_compile": "engine.compile",
+    "gradient_checkpointing": "engine.memory; auto recomputes what does not fit",
+    "activation_checkpoint": "engine.memory; auto recomputes what does not fit",
+    "context_parallel_degree": "parallel.ring",
+    "context_parallel_size": "parallel.ring",
+    "cp": "parallel.ring",
+    "sequence_parallel_size": "parallel.ulysses",
+    "data_parallel_shard_degree": "engine.zero=3, over all ranks",
+    "data_parallel_replicate_degree": "parallel.data",
+    "fsdp": "engine.zero=3",
+    "deepspeed": "engine.zero and engine.offload_optimizer",
+    "attn_implementation": "parallel.attention",
+    "device_type": "parallel.device",
+}
 USAGE = """usage: {program} [key=value | group=choice | experiment=name] …
 
-  --help             show this page       --cfg job          print the composed config and exit
+  --help [WORD]      show this page, or the options with WORD in their names
+                        --cfg job          print the composed config and exit
   --config-dir=DIR   additional YAML files, in folders named like those of conf/
   --ranks=N          ringspan launch: number of ranks to start (default: one per GPU, or 2 without a GPU)
-  --multirun         ringspan launch: key=a,b starts one run after the other"""
+  --multirun         ringspan launch: key=a,b starts one run after the other
+  model.from=FOLDER  fills the groups model and rope from a folder in Hugging Face's format"""
 
 
 @functools.cache
@@ -44,8 +141,17 @@ def group_choices(group: str, folders: list[Path]) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
-def help_text(program: str, about: str | None, schema: type) -> str:
-    """Return the --help screen: usage, then every option with its default, help and choices."""
+def help_text(program: str, about: str | None, schema: type, words: Sequence[str] = ()) -> str:
+    """Return the --help screen: usage, then every option with its default, help and choices.
+
+    Args:
+        program: the command.
+        about: text above the usage.
+        schema: the dataclass of all options.
+        words: shows only groups and options whose name contains one of them, without usage.
+    """
+    if words:
+        return _matching_options(words)
     lines = [
         *([about.strip(), ""] if about else []),
         USAGE.format(program=program),
@@ -68,6 +174,23 @@ def help_text(program: str, about: str | None, schema: type) -> str:
                 ]
     lines += ["", "experiment= " + ", ".join(group_choices("experiment", [CONF]))]
     return "\n".join(lines)
+
+
+def _matching_options(words: Sequence[str]) -> str:
+    lines = []
+    for name, option in [*_named_fields(Config, ""), *_named_fields(Source, "data.sources.NAME.")]:
+        if any(word.partition("=")[0] in name for word in words):
+            lines += _option_lines([option], name.removesuffix(option.name))
+    return "\n".join(lines) or f"no option has {' or '.join(words)} in its name{nearest_key(words[0], [])}"
+
+
+def _named_fields(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(schema):
+        kind: Any = typing.get_type_hints(schema)[field.name]
+        if is_dataclass(kind):
+            yield from _named_fields(cast(type, kind), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
 
 
 def _option_lines(options: Any, prefix: str) -> list[str]:
@@ -94,6 +217,8 @@ def nearest_key(key: str, groups: list[str]) -> str:
     if key in options:
         return ""
     name = key.rpartition(".")[2]
+    if (known := FOREIGN.get(name.lower().replace("-", "_"))) and name not in {o.rpartition(".")[2] for o in options}:
+        return f"; the option is {known}"
     same_name = [option for option in options if option.rpartition(".")[2] == name]
     same_name = same_name or [f"data.sources.NAME.{name}" for field in fields(Source) if field.name == name]
     matches = same_name or difflib.get_close_matches(key, options, 3, 0.75)

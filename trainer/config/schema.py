@@ -260,6 +260,7 @@ class Debug:
     cut_ring: bool = option(
         False, "control: each rank attends to its own contiguous shard only, so that what another rank holds is not used"
     )
+    warm_up: int = option(0, "tokens of a forward and backward before step 1, to compile and load kernels; 0: none", least=0)
     watchdog: float = option(300.0, "seconds without progress before the watchdog names the late rank; 0: off", least=0)
 
 
@@ -271,12 +272,13 @@ class Evaluate:
     batches: int = option(4, "held-out batches per evaluation; 0: no evaluation", least=0)
     bins: int = option(16, "bins of the chart of loss by position", least=1)
     sample: int = option(192, "tokens of the text sample at the end; 0: none", least=0)
+    sample_every: int = option(0, "steps between text samples during the run; 0: only at the end", least=0)
     temperature: float = option(0.8, "sampling temperature of the text sample", above=0)
 
 
 @dataclass
 class Hardware:
-    """The machine that `ringspan check` plans for."""
+    """The machine that `ringspan check` plans for, and whether a run starts that does not fit."""
 
     name: str = option(
         "auto", "GPU to plan for; auto measures this machine", choices=("auto", "h200", "h100", "b200", "a100", "mi300x", "cpu")
@@ -284,6 +286,7 @@ class Hardware:
     gpus: int = option(0, "number of GPUs; 0: those of this machine", least=0)
     memory_gib: float = option(0.0, "memory of a GPU in GiB; 0: that of the named GPU", least=0)
     host_gib: float = option(0.0, "host memory in GiB for offloading; 0: this machine's, or unknown for a named GPU", least=0)
+    ignore_plan: bool = option(False, "start a run that is planned at more than 1.5 times the memory at hand")
 
 
 @dataclass

@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("tracking.wandb", ("offline", "online"), ("tracking.project", "tracking.entity", "tracking.tags")),
     ("tracking.wandb", ("online",), ("tracking.init_timeout",)),
     ("evaluate.batches", (), ("evaluate.every", "evaluate.bins")),
-    ("evaluate.sample", (), ("evaluate.temperature",)),
+    ("evaluate.sample", (), ("evaluate.temperature", "evaluate.sample_every")),
 )
 USED_ONLY_BY_SOURCES = (
     ("kind", ("text",), ("text_key",)),
@@ -60,7 +60,7 @@ def validate_config(config: Config, world_size: int, planning: bool = False) -> 
     if problems:
         return problems  # the rules below may divide by these values
     problems += validate_rope(config.rope)
-    if config.hardware != Hardware() and not planning:
+    if replace(config.hardware, ignore_plan=False) != Hardware() and not planning:
         problems.append(f"hardware.name={config.hardware.name}: only `ringspan check` plans for a machine; leave it out")
     if config.hardware.host_gib and (config.hardware.name == "cpu" or not on_gpu(config)):
         problems.append(
@@ -340,6 +340,10 @@ def _run(config: Config) -> Iterator[str]:
     for name, steps in (("profile", debug.profile), ("memory", debug.memory)):
         if any(not 1 <= step <= config.steps for step in steps):
             yield f"debug.{name}={steps}: steps are counted from 1 to steps={config.steps}"
+    if debug.warm_up > config.data.length:
+        yield f"debug.warm_up={debug.warm_up}: it must be at most data.length={config.data.length}"
+    if debug.warm_up and config.engine.zero == 3:
+        yield f"debug.warm_up={debug.warm_up}, engine.zero=3: weights are gathered in a step alone; take the second step's time"
     if debug.memory and not on_gpu(config):
         yield f"debug.memory={debug.memory}: memory snapshots need a GPU; leave it empty"
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:

@@ -215,7 +215,7 @@ class Damaged(ValueError):
     """A file is not what was written; the message names it."""
 
 
-def cached(cache: str, key: list[Any], make: Callable[[Builder], None], full: bool = False) -> CachedFolder:
+def open_cached(cache: str, key: list[Any], make: Callable[[Builder], None], full: bool = False) -> CachedFolder:
     """Return the folder of a key. One process of the machine makes it; the other processes wait.
 
     Args:

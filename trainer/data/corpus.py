@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ringspan.trainer.config.schema import Source
-from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, PageSums, cached
+from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, PageSums, open_cached
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
@@ -221,7 +221,7 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
         raise ValueError("paths is empty: a source of kind text needs files, folders or glob patterns")
     files = stdlib_files() if source.kind == "stdlib" else text_files(source.paths)
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
-    folder = cached(
+    folder = open_cached(
         cache,
         ["text", tokenizer.fingerprint, source.text_key, file_signatures(files)],
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
@@ -343,7 +343,7 @@ def _token_shards(source: Source, vocabulary: int, cache: str, full: bool) -> To
             np.save(out, np.concatenate(ends))
 
     key = ["tokens", source.dtype, source.header, source.end_token, vocabulary, file_signatures(files)]
-    folder = cached(cache, key, index, full)
+    folder = open_cached(cache, key, index, full)
     return TokenStream(shards, np.load(folder.path / "ends.npy", mmap_mode="r"), vocabulary=vocabulary, cached=folder)
 
 

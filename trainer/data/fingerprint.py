@@ -84,8 +84,16 @@ def require_unchanged(description: Description, saved: Description, step: str, a
     """
     allowed: list[str] = []
     refused: list[str] = []
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{step} is damaged: the hashes of its data are no object; take another checkpoint")
     for name in description.keys() & saved.keys():
-        option, lines = f"data.sources.{name}", differences({name: description[name]}, saved, "this run", step)
+        option = f"data.sources.{name}"
+        try:
+            lines = differences({name: description[name]}, saved, "this run", step)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{step} is damaged: its hash of {option} is not readable ({error!r}); take another one"
+            ) from None
         is_accepted = any(option == key or option.startswith(f"{key}.") for key in accepted)
         (allowed if is_accepted else refused).extend(lines)
     if refused:

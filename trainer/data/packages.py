@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringspan.trainer.data.cache import Builder, cached
+from ringspan.trainer.data.cache import Builder, open_cached
 from ringspan.trainer.data.corpus import TokenStream, file_signatures, naming, stdlib_files
 from ringspan.trainer.data.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def open_packages(tokenizer: Tokenizer, cache: str, full: bool = False) -> Token
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
     names = [*TRAINING, *HELD_OUT]
     signatures = [(name, file_signatures(package_files(name))) for name in names]
-    folder = cached(
+    folder = open_cached(
         cache, ["packages", tokenizer.fingerprint, signatures], lambda new: _tokenize(names, tokenizer, dtype, new), full
     )
     tokens, ends = np.memmap(folder.path / "tokens.bin", dtype, "r"), np.load(folder.path / "ends.npy")

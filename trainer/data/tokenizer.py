@@ -113,6 +113,10 @@ class Tiktoken:
             raise ValueError(
                 f"tokenizer.path={str(path)!r} is no tiktoken file; each line must be a token in base64 and its rank: {error}"
             ) from None
+        if len(set(ranks.values())) < len(ranks) or any(bytes([byte]) not in ranks for byte in range(256)):
+            raise ValueError(
+                f"tokenizer.path={str(path)!r} is damaged: a rank occurs twice, or a single byte has none; copy the file again"
+            )
         if len(ranks) not in TIKTOKEN:
             raise ValueError(
                 f"tokenizer.path={str(path)!r} has {len(ranks)} ranks; only published files are known, which have "

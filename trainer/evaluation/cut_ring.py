@@ -29,14 +29,14 @@ class CutAttention:
     def __init__(self, layout: Layout, rank: int, backend: str = "auto", deterministic: bool = False) -> None:
         if layout.kind != "contiguous":
             raise ValueError(f"layout={layout.kind}: a cut ring has one range of tokens per rank; use contiguous")
-        self.positions = layout.positions(rank)
+        self.layout, self.rank = layout, rank
         self.options: dict[str, Any] = dict(backend=backend, deterministic=deterministic)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Tensor:
         """Compute attention of q (B, n, H, D) to k and v of the same rows, under the part of the mask that they have."""
         documents = mask.documents
         if documents is not None:
-            inside = self.positions.clamp(max=documents.shape[-1] - 1)
+            inside = self.layout.positions(self.rank).clamp(max=documents.shape[-1] - 1)
             documents = documents[..., inside.to(documents.device)]
         return attention(q, k, v, mask=Mask(causal=True, window=mask.window, documents=documents), **self.options, **options)
 

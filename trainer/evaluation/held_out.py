@@ -62,6 +62,7 @@ class Report:
     tables: list[Table] = field(default_factory=list)
     far: dict[str, float] = field(default_factory=dict)  # recall sources: share of right answers beyond one rank's tokens
     chance: dict[str, float] = field(default_factory=dict)
+    change: str = ""  # text about the previous evaluation of the run
 
     def text(self) -> str:
         parts = [table.text() for table in self.tables if table.labels]

@@ -25,7 +25,8 @@ from ringspan.parallel.streams import SideStream, Wait
 from ringspan.trainer.config.schema import Model
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.planning.flops import head_dim
-from ringspan.trainer.planning.memory import GIB, available_host_memory
+from ringspan.trainer.planning.host_memory import available_host_memory
+from ringspan.trainer.planning.memory import GIB
 
 REPORT_SECONDS = 5.0  # pinning reports its progress as often
 

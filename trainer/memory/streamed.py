@@ -1,6 +1,6 @@
 """Consecutive layers as one autograd function whose memory is a few named tensors.
 
-A layer is two functions of rows around attention (trainer/model.py):
+A layer is two functions of rows around attention (trainer/layer.py):
 
     q, k, v = project(x)          norm, projections, q/k-norm, rotary; for some KV heads at a time
     y       = finish(x, out)      x + o(out), then + mlp(norm(·))
@@ -10,7 +10,7 @@ A layer is two functions of rows around attention (trainer/model.py):
                for each group:              project by rows again → attention backward: dout → dq in place, dk, dv
                project backward by rows:    dh → dx in place
 
-Rows go through torch.autograd.grad of the two functions, so that every model option needs no formula of its own. Weight
+Rows go through autograd of the two functions, so that every model option needs no formula of its own. Weight
 gradients of chunks are summed in fp32 and rounded once. The plan (trainer/memory/plan.py) says what is kept between forward and
 backward; what is not kept is computed again from the segment's input.
 """
@@ -34,10 +34,13 @@ SHAPES = 32  # graphs of a row function: chunks and their rest, all or some head
 
 
 class RowFunctions(NamedTuple):
-    """project(x, cos, sin, *weights) → q, k, v and finish(x, out, *weights) → y; compiled or not."""
+    """The functions of rows; compiled or not."""
 
-    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    finish: Callable[..., Tensor]
+    project: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (x, cos, sin, *weights) → q, k, v
+    finish: Callable[..., Tensor]  # (x, out, *weights) → y
+    expand: Callable[
+        ..., tuple[Tensor, Tensor]
+    ]  # finish without its last linear layer: (x, out, *weights[:-2]) → hidden, inner
 
 
 class LayerInputs(NamedTuple):
@@ -70,7 +73,7 @@ class Streaming:
         """Compile the row functions with torch.compile: a graph for each shape of a chunk serves all layers."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         compiled: list[Any] = [torch.compile(function, dynamic=False, **options) for function in self.functions]
-        self.functions = RowFunctions(compiled[0], compiled[1])
+        self.functions = RowFunctions(*compiled)
 
     def run(self, layers: list[Any], inputs: list[LayerInputs], x: Tensor) -> Tensor:
         """Run consecutive layers; with gradients enabled, as one autograd function."""
@@ -145,6 +148,20 @@ class Streaming:
         out, lse = self._attend(layer, inputs, x)
         return self._finish(layer, x, out), out, lse
 
+    def _finish_backward(self, x: Tensor, out: Tensor, weights: Weights, dy: Tensor) -> list[Any]:
+        """Gradients of x, out and the weights. y, which they do not need, is not computed again."""
+        *others, down, bias = weights
+        x, out = (t.detach().requires_grad_() for t in (x, out))
+        with torch.enable_grad():
+            hidden, inner = self.functions.expand(x, out, *others)
+        assert down is not None
+        by_row = dy.flatten(0, -2)
+        d_down = by_row.T @ inner.detach().flatten(0, -2) if down.requires_grad else None
+        d_bias = by_row.sum(0) if bias is not None and bias.requires_grad else None
+        edges = [torch.autograd.graph.get_gradient_edge(each) for each in (hidden, inner)]
+        del hidden, inner  # the graph needs neither
+        return [*gradients(edges, [x, out, *others], [dy, dy @ down]), d_down, d_bias]
+
     def _backward(
         self, layer: Any, inputs: LayerInputs, x: Tensor, out: Tensor, lse: Tensor, dy: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -155,15 +172,12 @@ class Streaming:
         delta = torch.empty_like(lse)
         chunks = list(self._rows(x.shape[1]))
         for rows in chunks:
-            x_rows, out_rows = (t[:, rows].detach().requires_grad_() for t in (x, out))
-            with torch.enable_grad():
-                y = self.functions.finish(x_rows, out_rows, *weights)
-            dx, dout, *grads = gradients(y, [x_rows, out_rows, *weights], [dy[:, rows]])
+            dx, dout, *grads = self._finish_backward(x[:, rows], out[:, rows], weights, dy[:, rows])
             dout = dout.contiguous()
-            delta[:, :, rows] = output_delta(dout, out_rows.detach().contiguous(), backend=self.attention.backend)
+            delta[:, :, rows] = output_delta(dout, out[:, rows].contiguous(), backend=self.attention.backend)
             dy[:, rows], out[:, rows] = dx, dout
             sums.add(weights, grads)
-            del y, dx, dout, grads, x_rows, out_rows
+            del dx, dout, grads
         options = layer.attention_options(inputs.seeds)
         if "sinks" in options:
             sums.add((options["sinks"],), (sink_gradient(options["sinks"].detach(), lse, delta),))
@@ -194,7 +208,8 @@ class Streaming:
                     qkv = self.functions.project(x_rows, *rotation_rows(inputs, rows), *weights)
             else:
                 qkv, graph = graph, None  # type: ignore[assignment]
-            dx, *grads = gradients(qkv, [x_rows, *weights], [out[:, rows], dk[:, rows], dv[:, rows]])
+            into = [d[:, rows].reshape(each.shape) for d, each in zip((out, dk, dv), qkv, strict=True)]
+            dx, *grads = gradients(qkv, [x_rows, *weights], into)
             dy[:, rows] += dx
             sums.add(weights, grads)
             del qkv, dx, grads, x_rows
@@ -268,9 +283,8 @@ def rotation_rows(inputs: LayerInputs, rows: slice) -> tuple[Tensor | None, Tens
 
 def gradients(outputs: Any, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Any]:
     """torch.autograd.grad that allows None and frozen tensors among the inputs."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, [g.reshape(o.shape) for o, g in zip(outputs, grads, strict=True)]))
+    found = iter(torch.autograd.grad(outputs, wanted, grads))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 

@@ -25,10 +25,11 @@ class MemoryUse:
         device: the rank's device.
         planned: the plan.
         host: bytes of host memory that the plan's region has.
+        is_warm: kernels are compiled before the first step, whose time counts then.
     """
 
-    def __init__(self, device: torch.device, planned: PlannedStep, host: int = 0) -> None:
-        self.device, self.planned, self.host = device, planned, host
+    def __init__(self, device: torch.device, planned: PlannedStep, host: int = 0, is_warm: bool = False) -> None:
+        self.device, self.planned, self.host, self.is_warm = device, planned, host, is_warm
         self.gpu = device.type == "cuda"
         self.first = True  # no step has ended
         self.current = START
@@ -64,7 +65,7 @@ class MemoryUse:
 
     def step(self, number: int, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step's phases, after the GPU has finished it; nothing on a CPU."""
-        if not self.first:  # the first step compiles
+        if self.is_warm or not self.first:  # else the first step compiles
             self._seconds.append(seconds)
         self.first = False
         rows: dict[str, Any] = {}
@@ -94,11 +95,12 @@ class MemoryUse:
             parts.append(f"{self.planned.seconds:.3g} s per step planned, {median:.3g} measured ({off})")
         return [f"memory plan {self.planned.plan}: {'; '.join(parts)}", ""]
 
-    def out_of_memory(self, smaller: PlannedStep | None) -> str:
+    def out_of_memory(self, smaller: PlannedStep | None, available: float) -> str:
         """Return what an out-of-memory error was about.
 
         Args:
             smaller: the next plan to try; None if there is none.
+            available: bytes of this rank's device.
         """
         allocated = torch.cuda.memory_allocated(self.device) if self.gpu else 0
         peak = max(allocated, torch.cuda.max_memory_allocated(self.device) if self.gpu else 0)
@@ -108,7 +110,7 @@ class MemoryUse:
         phase = self.planned.need.phase(self.current)
         return (
             f"out of memory in phase {self.current!r}: {phase / GIB:.2f} GiB were planned for it, {peak / GIB:.2f} GiB are "
-            f"allocated (plan {self.planned.plan}); {hint}"
+            f"allocated, {available / GIB:.2f} GiB are available (plan {self.planned.plan}); {hint}"
         )
 
     def _row(self, name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringspan.trainer.config.schema import Debug
-from ringspan.trainer.planning import memory
+from ringspan.trainer.planning import host_memory
 from ringspan.trainer.planning.flops import PEAKS
 
 
@@ -37,7 +37,7 @@ def rank_memory(device: torch.device) -> float:
     """Return the bytes that a rank has: its GPU's memory, or its share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return memory.host_memory_per_rank()
+    return host_memory.host_memory_per_rank()
 
 
 def memory_metrics(device: torch.device, tflops: float, allocated: int, reserved: int) -> dict[str, Any]:

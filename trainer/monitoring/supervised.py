@@ -46,13 +46,20 @@ def take_store_socket() -> int:
     return handle
 
 
-def report(cause: str) -> None:
-    """Report why this rank fails, before it exits."""
-    if _report_pipe >= 0:
+def is_supervised() -> bool:
+    """Return whether a supervisor started this process and prints its messages about signals and failures."""
+    return _report_pipe >= 0
+
+
+def report(cause: str) -> bool:
+    """Report why this rank fails, before it exits; return whether there is a supervisor, which prints the first cause."""
+    if is_supervised():
         cause = " ".join(cause.split()).encode(errors="replace")[:MAX_CAUSE].decode(errors="ignore")
         line = json.dumps(dict(rank=int(os.environ.get("RANK", 0)), cause=cause), ensure_ascii=False)
         with contextlib.suppress(OSError):  # the supervisor has died
             os.write(_report_pipe, line.encode() + b"\n")
+            return True
+    return False
 
 
 def _wait(watched: int) -> None:
@@ -61,13 +68,13 @@ def _wait(watched: int) -> None:
     if line:
         time.sleep(OWN_ERROR_S)
         cause = line.decode(errors="replace").strip()
-        message = f"{cause}; rank {rank} ends {_where()}" if cause else ""
+        message = f"{cause}; rank {rank} ends in {where()}" if cause else ""
     with contextlib.suppress(Exception):
         os.write(2, f"ringspan: {message}\n".encode() if message else b"")
     os._exit(1)
 
 
-def _where() -> str:
+def where() -> str:
     """Return this rank's step and operator, if the training has started."""
     progress = sys.modules.get("ringspan.parallel.coordination.progress")
-    return f"in {progress.describe()}" if progress is not None else "in its start"
+    return str(progress.describe()) if progress is not None else "its start"

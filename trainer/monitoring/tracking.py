@@ -155,8 +155,16 @@ class Clock:
         return median * (self.steps - step)
 
 
-def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
-    """step 9/90  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU (3.5×)  38.2 GiB (27%)  ETA 2h14m"""
+def line(step: int, steps: int, values: dict[str, Any], elapsed: float, left: float) -> str:
+    """step 9/90  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  41.6% MFU (3.5×)  38.2 GiB (27%)  1m, ETA 9m
+
+    Args:
+        step: the step.
+        steps: the run's last step.
+        values: the step's metrics, with the mean losses since the previous line.
+        elapsed: seconds since the training began.
+        left: estimated seconds to the end.
+    """
     parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {values['loss']:.3f}", f"grad {values['grad']:.2f}"]
     parts += [f"lr {rate(values['lr'])}", f"{with_unit(values['tokens_per_s'])} tok/s"]
     parts.append(f"{values['tflops']:.3g} TFLOP/s" + "/GPU" * ("mfu" in values))
@@ -164,8 +172,8 @@ def line(step: int, steps: int, values: dict[str, Any], left: float) -> str:
         parts.append(f"{100 * values['mfu']:.1f}% MFU (3.5×)")  # attention counted as its kernels run (planning/flops.py)
     if "gib" in values:
         parts.append(f"{values['gib']:.1f} GiB ({100 * values['gib_share']:.0f}%)")
-    parts.append(f"ETA {duration(left)}")
-    # The loss of a mixture varies with the sources of the step, so that each source has a loss of its own.
+    parts.append(f"{duration(elapsed)}, ETA {duration(left)}")
+    # The loss of a mixture varies with the sources of the steps, so that each source has a loss of its own.
     return "  ".join([*parts, *(f"{name} {loss:.3f}" for name, loss in values.get("source", {}).items())])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.planning.flops import PEAKS, head_dim, visible_pairs
-from ringspan.trainer.planning.memory import GIB, Footprint, fits, host_memory
+from ringspan.trainer.planning.host_memory import host_memory
+from ringspan.trainer.planning.memory import GIB, Footprint, fits
 
 MATMUL_EFFICIENCY = 0.7  # share of the peak that large bf16 matmuls reach
 

@@ -14,27 +14,22 @@ This is the memory of torch's allocator. RESERVE of the device's memory is left 
 Offloaded terms are counted separately, in the host's memory, which its ranks share.
 """
 
-import contextlib
 import functools
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import compiles, mesh_of, uses_bf16
 from ringspan.trainer.memory.plan import NONE, MemoryPlan
 from ringspan.trainer.planning.flops import Parameters, head_dim, parameters
+from ringspan.trainer.planning.ring_memory import ring_backward_buffers, symmetric_memory
 
 GIB = 2**30
 RESERVE = 0.08
 MAX_LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps
-# Copies of constants in ringspan/kernels/loss.py (logits per chunk) and ringspan/parallel/transport/select.py (bytes above
-# which a block's dK/dV are sent in parts; rows of a short shard): importing those modules would import torch.
+# Copies of constants in ringspan/kernels/loss.py (logits per chunk): importing it would import torch.
 # tests/trainer/planning/test_memory.py compares them.
 CUDA_CHUNK, CPU_CHUNK = 2**27, 2**22
-PART_BYTES, SHORT_SHARD = 2**28, 2**15
 SYMMETRIC = "ring's symmetric memory"  # K/V and gradients, with copy engines
 FORWARD, LOSS, OPTIMIZER = "the last layer's forward", "the loss", "the optimizer's step"
 BACKWARD_START, BACKWARD_END = "the start of the backward", "the end of the backward"
@@ -376,122 +371,3 @@ def pinned_size(nbytes: float) -> float:
 def fits(peak: float, memory: float) -> bool:
     """Return whether `peak` bytes leave RESERVE of the memory free."""
     return peak <= (1 - RESERVE) * memory
-
-
-def host_memory(root: Path = Path("/")) -> float:
-    """Return the bytes of memory that this process's container may use, or those of the machine.
-
-    Args:
-        root: folder of proc and sys.
-    """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *(limit for limit, _ in _container_limits(root))])
-
-
-def available_host_memory(root: Path = Path("/")) -> float:
-    """Return the bytes of host memory that are free: of the machine, and within the limits of this process's container."""
-    free = [math.inf]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        free.append(1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    return min([*free, *(limit - used for limit, used in _container_limits(root))])
-
-
-def _container_limits(root: Path) -> Iterator[tuple[float, float]]:
-    """Memory limits and use of the process's control groups, versions 1 and 2, and of the groups around them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        group = PurePosixPath(path.lstrip("/"))
-        for part in dict.fromkeys((group, *group.parents)):  # in a container the path may be the host's, and only / exists
-            folder = base / part
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                yield float(int((folder / limit).read_text())), _reclaimed(folder, float(int((folder / usage).read_text())))
-
-
-def _reclaimed(folder: Path, used: float) -> float:
-    """The use of a control group without its page cache, which the kernel frees when memory is needed."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return used - float(value)
-    return used
-
-
-def host_memory_per_rank() -> float:
-    """Return this rank's share of the machine's memory, among the ranks that torchrun started on it."""
-    return host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def free_host_memory_per_rank() -> float:
-    """Return this rank's share of the host memory that is free, as seen before the ranks allocate theirs."""
-    return min(host_memory_per_rank(), available_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def ring_backward_buffers(
-    batch: int, rows: int, heads: int, width: int, ring: int, b: int, copied: bool = False, doubling: bool = False
-) -> float:
-    """Return the bytes that a ring's backward allocates in addition to the local K/V and gradients, for blocks of equal size.
-
-    p2p sends directly from the K/V of one sequence; for several sequences it copies them first. Copy engines use the
-    buffers of `symmetric_memory`, which are not counted here.
-
-    Args:
-        batch: sequences.
-        rows: rows of all sequences of the batch on one rank.
-        heads: KV heads.
-        width: head_dim of K plus that of V.
-        ring: ranks of the ring.
-        b: bytes per element of K and V.
-        copied: copy engines move the blocks, not p2p.
-        doubling: steps may take several blocks.
-    """
-    elements = rows * heads * width
-    steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
-    blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
-    parts = _num_parts(elements, heads, rows // batch)
-    # dK/dV in fp32: two incoming parts; p2p has three outgoing ones, too.
-    if not copied:
-        sums = min(5, 2 * parts * len(steps)) / parts
-    elif parts > 1:
-        sums = 2 * max(steps) / parts
-    else:
-        sums = sum(sorted(steps)[-2:])
-    # Copy engines: half of the local block, kept apart from the remote gradients. With p2p it exists only at the end.
-    half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
-    separate = half if copied else 0
-    return blocks * b * elements + (sums + separate) * 4 * elements
-
-
-def symmetric_memory(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
-    """Return the bytes of symmetric memory of copy engines: K/V of two steps and two parts of dK/dV.
-
-    The arguments are those of `ring_backward_buffers`.
-    """
-    elements = rows * heads * width
-    steps = _blocks_per_step(ring, elements, heads, rows // batch, doubling)
-    parts = _num_parts(elements, heads, rows // batch)
-    return max(steps) * elements * (min(2, len(steps)) * b + min(2, parts * len(steps)) * 4 / parts)
-
-
-def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: bool) -> list[int]:
-    """The blocks of each step, as in parallel/transport/select.py; `rows` of one sequence."""
-    limit = max(1, PART_BYTES * _num_parts(elements, heads, rows) // (4 * elements)) if doubling else 1
-    steps, left = list[int](), ring - 1
-    while left:
-        steps.append(min(2 ** len(steps), left, limit))
-        left -= steps[-1]
-    return steps
-
-
-def _num_parts(elements: int, heads: int, rows: int) -> int:
-    """The parts in which a block's dK/dV are sent, an upper bound for a larger step; `rows` of one sequence."""
-    return math.gcd(heads, 4) if 4 * elements > PART_BYTES * (2 if rows <= SHORT_SHARD else 1) else 1

@@ -19,6 +19,7 @@ SEGMENTS = (1, 2, 4, 8)
 ROWS = (65536, 32768, 16384, 8192, 4096)  # below 8192 matmuls lose speed
 SMALLER = 0.9  # share of a plan's memory that the next plan after an out-of-memory error needs at most
 LONGEST = 2**25  # tokens
+REFUSED_FROM = 1.5  # times the memory at hand: the planned memory is within a few per cent of the measured one
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,16 @@ class Planner:
         else:
             hint = "no plan fits, not even for a short sequence"
         return f"engine.memory={str(step.plan)!r} lacks {' and '.join(missing)}; {hint}"
+
+    def refusal(self, step: PlannedStep) -> str:
+        """Return why a run does not start with a plan that needs far more than the memory at hand; "" if it may start."""
+        need, limit = step.need, REFUSED_FROM * self.target.memory
+        if need.peak <= limit or self.config.hardware.ignore_plan:
+            return ""
+        return (
+            f"{self.misfit(step)}; a run that needs more than {REFUSED_FROM:g} × the memory at hand is not started; "
+            "hardware.ignore_plan=true starts it"
+        )
 
     def step(self, plan: MemoryPlan) -> PlannedStep:
         need = self.need(plan)

@@ -9,8 +9,10 @@ from typing import Any
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.memory.plan import MemoryPlan
+from ringspan.trainer.planning import matmul_speeds
 from ringspan.trainer.planning.flops import head_dim, parameters, visible_pairs, window
 from ringspan.trainer.planning.machines import MACHINES, Machine
+from ringspan.trainer.planning.matmul_speeds import layers_of, read_rows, speeds_of
 from ringspan.trainer.planning.memory import shape_of
 
 SPEEDS = Path(__file__).with_name("attention_speeds.json")  # measured_speeds() of docs/results; `make tables` writes it
@@ -55,7 +57,7 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
         return *target.attention, "measured on this machine"
     best: tuple[float, float, float, str] | None = None
     width, windowed = head_dim(config.model), any(config.model.windows)
-    rows = _speeds(SPEEDS)
+    rows = read_rows(SPEEDS)
     length = config.data.length
     # `auto` runs hopper where its kernels were measured, else triton
     hopper = {row["device"] for row in rows if row["kernel"] == "hopper"}
@@ -78,15 +80,6 @@ def attention_speed(config: Config, target: Machine) -> tuple[float, float, str]
     return best[1], best[2], best[3]
 
 
-def _speeds(path: Path) -> list[dict[str, Any]]:
-    return _read_speeds(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_speeds(path: Path, changed: int) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())
-
-
 class StepTimer:
     """The time of a step under any memory plan.
 
@@ -102,15 +95,17 @@ class StepTimer:
         model, engine, data = config.model, config.engine, config.data
         self.config, self.world, self.target, self.model = config, world, target, model
         self.forward, self.backward, _ = attention_speed(config, target)
-        self.counts = counts = parameters(model)
+        counts = parameters(model)
         self.data, ring, ulysses = validate.mesh_of(config, world)
         self.ring = ring
         tokens = data.batch * data.length
-        self.weights_per_second = tokens / target.matmuls / world  # seconds per weight that all tokens are multiplied with
+        self.tokens = tokens / world
         width = head_dim(model)
         heads, kv_heads = model.heads * width, model.kv_heads * width
         self.project = model.dim * (heads + 2 * kv_heads)  # weights of one layer
         self.finish = (counts.matmuls - model.vocabulary * model.dim) / model.layers - self.project
+        self.speeds = speeds_of(target)
+        self._cached_matmuls = functools.cache(self._matmuls_by_shape)  # of few shapes, for hundreds of plans
         lengths = [data.length] * data.batch
         per_pair = 4 * model.heads * width
         pairs = {size: visible_pairs(lengths, size) for size in {window(model, layer) for layer in range(model.layers)}}
@@ -123,26 +118,36 @@ class StepTimer:
         self.communication = nbytes / (LINK_EFFICIENCY * target.link)
         shards = world if engine.zero else 1
         on_gpu = target.gpu and not engine.offload_optimizer
-        self.optimizer = OPTIMIZER_BYTES * counts.total / shards / MEMORY_SPEED * on_gpu
+        per_weight = self.speeds.optimizer if self.speeds else OPTIMIZER_BYTES / MEMORY_SPEED
+        self.optimizer = per_weight * counts.total / shards * on_gpu
 
     def __call__(self, plan: MemoryPlan) -> dict[str, float]:
         """Return the seconds by kind."""
-        layers, counts = self.model.layers, self.counts
+        layers = self.model.layers
         grouped = bool(plan.heads) and plan.heads < self.model.kv_heads
         chunks = -(-self.rows // plan.rows) if plan.rows else 1
-        weights, again = 6.0 * counts.matmuls, 0.0
+        projects, finishes, skipped, again = 0, 0, 0, 0.0  # forwards that the backward computes again, without last matmuls
         if not plan.keeps_everything:
-            # The backward computes both functions once more; project a second time where heads or rows are split, again for
-            # attention without a kept out; finish again for each layer that leads to another one of its segment.
-            weights += 2 * layers * (self.project * (1 + (grouped or chunks > 1)) + self.finish)
-            weights += 2 * (layers - plan.outs) * self.project
-            weights += 2 * (layers - len(plan.segments(layers))) * self.finish
+            # The backward computes both functions once more, finish without its last matmul; project a second time where
+            # heads or rows are split, again for attention without a kept out; finish again for each layer that leads to
+            # another one of its segment.
+            projects = layers * (1 + (grouped or chunks > 1)) + layers - plan.outs
+            finishes = layers + layers - len(plan.segments(layers))
+            skipped = layers
             again = sum(self.attention[: layers - plan.outs])
-        matmuls = weights * self.weights_per_second
+        project, finish, down = (self._matmuls(name, plan) for name in ("project", "finish", "down"))
+        matmuls = layers * (sum(project) + sum(finish)) + projects * project[0] + finishes * finish[0] - skipped * down[0]
         attention = (sum(self.attention) + again) / self.forward + 2.5 * sum(self.attention) / self.backward
         if self.ring > 1 and plan.heads == 1 and self.model.kv_heads > 1:
             attention *= 1 + SINGLE_HEAD * min(1.0, SINGLE_HEAD_ROWS / self.rows)
-        times = {"matmuls": matmuls, "attention": attention, "other kernels": OTHER * matmuls, "optimizer": self.optimizer}
+        if self.speeds:
+            head = self.speeds.head_seconds(self.tokens, self.model.dim, self.model.vocabulary)
+            other = self.speeds.elementwise_seconds(self.model, self.tokens, (projects + finishes) / 2)
+            times = {"matmuls of layers": matmuls, "head and loss": head, "attention": attention, "other kernels": other}
+        else:
+            matmuls += 6 * self.model.vocabulary * self.model.dim * self.tokens / self.target.matmuls
+            times = {"matmuls": matmuls, "attention": attention, "other kernels": OTHER * matmuls}
+        times["optimizer"] = self.optimizer
         if not plan.keeps_everything and self.target.gpu:
             groups = self.model.kv_heads // plan.heads if grouped else 1
             passes = 3 + (layers - plan.outs) / layers
@@ -153,11 +158,26 @@ class StepTimer:
             times["exposed copies to the host"] = self._copies(plan)
         return times
 
+    def _matmuls(self, name: str, plan: MemoryPlan) -> tuple[float, float]:
+        """Seconds of a step's matmuls of `project`, `finish` or its last one `down` in one layer, in forward and backward."""
+        if self.speeds is not None:
+            return self._cached_matmuls(name, plan.chunk_rows(self.rows) * self.config.data.micro_batch)
+        weights = dict(project=self.project, finish=self.finish, down=self.model.mlp_dim * self.model.dim)[name]
+        forward = 2 * weights * self.tokens / self.target.matmuls
+        return forward, 2 * forward
+
+    def _matmuls_by_shape(self, name: str, rows: int) -> tuple[float, float]:
+        """As `_matmuls`, from measured speeds of layers with so many rows at a time."""
+        assert self.speeds is not None
+        pairs = [self.speeds.layer_seconds(rows, inputs, outputs) for inputs, outputs in layers_of(self.model)[name]]
+        times = self.tokens / rows
+        return times * sum(forward for forward, _ in pairs), times * sum(backward for _, backward in pairs)
+
     def _copies(self, plan: MemoryPlan) -> float:
         """Seconds of copies that are longer than the layer that they overlap with."""
         layers, exposed = self.model.layers, 0.0
         first = {segment[0] for segment in plan.segments(layers)[: plan.inputs_on_host]}
-        weights = 2 * (self.project + self.finish) * self.weights_per_second / self.num
+        weights = sum(self._matmuls(name, plan)[0] for name in ("project", "finish")) / self.num
         for layer in range(layers):
             nbytes = self.sizes.inputs * (layer in first) + self.sizes.outs * plan.out_on_host(layer, layers)
             forward = weights + self.attention[layer] / self.forward / self.num
@@ -180,4 +200,6 @@ def step_time(config: Config, world: int, target: Machine, plan: MemoryPlan) -> 
 
 
 if __name__ == "__main__":  # `make tables`
-    SPEEDS.write_text("[\n" + ",\n".join(map(json.dumps, measured_speeds(Path("docs/results")))) + "\n]\n")
+    results = Path("docs/results")
+    for path, rows in ((SPEEDS, measured_speeds(results)), (matmul_speeds.SPEEDS, matmul_speeds.measured_speeds(results))):
+        path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

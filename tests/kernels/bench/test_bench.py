@@ -225,6 +225,8 @@ def test_counters_are_added_to_the_rows(capsys: pytest.CaptureFixture) -> None:
         raise RuntimeError("boom")
 
     rows = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [count])
+    progress = capsys.readouterr().err.splitlines()
+    assert progress[0].startswith("tiny: the reference, then 1 kernels") and "tiny: round 1 of 1" in progress
     for direction in baselines.DIRECTIONS:
         assert rows[0][f"{direction}_mcycles"] == 2 * rows[0][f"{direction}_ms"] and rows[0][f"{direction}_joules"] == 1.0
     assert "million cycles  1 / 1 J at 700 / 700 W" in bench.report(shape, rows)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ringspan import Mesh
 from ringspan.kernels.bench import clock_cycles
 from ringspan.parallel.bench import __main__ as bench
-from ringspan.parallel.bench import baselines
+from ringspan.parallel.bench import baselines, timeline
 from ringspan.parallel.bench.baselines import BenchContext, Setting
 from ringspan.parallel.bench.timing import Timing, speeds
 from ringspan.parallel.layout import Layout
@@ -221,6 +221,19 @@ def test_the_timeline_has_compute_and_transfers(tmp_path: Path, pools) -> None:
     for counts in all_counts:
         assert counts["compute"] > 10 and counts["transfer"] >= 3  # K/V of the forward, K/V of the backward, gradients
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_of_the_timeline_covers_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    spans = [("compute", 0.0, 900.0), ("transfer", 100.0, 1000.0)]
+    timeline.draw([spans] * 4, tmp_path / "ring.png", "a ring of four")
+    (figure,) = figures
+    axis, legend = figure.axes[0].get_window_extent(), figure.legends[0].get_window_extent()
+    assert legend.width > 0 and not legend.overlaps(axis) and figure.bbox.y0 <= legend.y0
+    monkeypatch.undo()
+    plt.close(figure)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,10 @@ def test_forged_options_are_differences_and_no_errors(value: Any) -> None:
     for key in described():
         forged = copy.deepcopy(described())
         forged[key] = value
-        compatibility.differences(forged, described())
+        assert all(isinstance(text, str) for text in compatibility.differences(forged, described()).values())
+    forged = copy.deepcopy(described())
+    forged["model"]["heads"] = value
+    assert "model.heads" in compatibility.differences(forged, described())
 
 
 def test_accepted_names_are_options_and_groups() -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ringspan.trainer.checkpoint import huggingface
 from ringspan.trainer.checkpoint.safetensors import File, write
-from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Model, Rope
 from ringspan.trainer.model import GPT
 
@@ -145,15 +144,6 @@ def test_another_shape_is_rejected_with_every_difference(tmp_path: Path) -> None
     wrong = dataclasses.replace(LLAMA, kv_heads=4, mlp_dim=96)
     with pytest.raises(ValueError, match=r"model.kv_heads=4 \(there 2\), model.mlp_dim=96 \(there 80\), rope.base=10000"):
         huggingface.weight_reader(tmp_path, wrong, Rope())
-
-
-@pytest.mark.parametrize(("name", "factor"), [("llama-1b", 32.0), ("llama-8b", 8.0)])
-def test_presets_scale_positions_as_published(name: str, factor: float) -> None:
-    """As in config.json of Llama 3.2 1B and Llama 3.1 8B."""
-    published = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
-    published |= dict(original_max_position_embeddings=8192)
-    rope = compose.load([f"model={name}"], world_size=1).config.rope
-    assert rope == huggingface._read_rope(Path(name), published, dict(rope_theta=500_000.0))
 
 
 def test_another_position_scaling_is_reported(tmp_path: Path) -> None:

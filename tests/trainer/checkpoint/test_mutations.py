@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ringspan.launch import sweep
-from ringspan.trainer import export, results
+from ringspan.trainer import export
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.checkpoint.load_model import RestoredModel
 from ringspan.trainer.checkpoint.reader import Reader
@@ -23,6 +23,7 @@ from ringspan.trainer.checkpoint.start import StartFinder
 from ringspan.trainer.config import compose
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.monitoring import tracking
+from ringspan.trainer.reports import results
 from tests.trainer import faults, jobs
 from tests.trainer.checkpoint.test_checkpoint import newest
 from tests.trainer.checkpoint.test_kill_points import SMALL
@@ -126,7 +127,7 @@ class Readers:
     def published(self) -> None:
         composed = compose.Composed(self.config, [], "")
         rank: Any = faults.SingleRank()
-        finder = StartFinder(composed, self.run.parent / "new", self.config.model, self.shapes, rank)
+        finder = StartFinder(composed, self.run.parent / "new", self.config.model, self.shapes, {}, rank)
         assert len(finder.find().values("norm.weight", "weight", 0, 3)) == 3
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.trainer import results
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import compose
+from ringspan.trainer.reports import results
 from tests.trainer.checkpoint.test_kill_points import SMALL
 
 

@@ -39,7 +39,7 @@ class Beginning:
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
 
     def find(self) -> Start:
-        return StartFinder(self.composed, self.folder, self.config.model, self.shapes, faults.SingleRank()).find()  # type: ignore[arg-type]
+        return StartFinder(self.composed, self.folder, self.config.model, self.shapes, {}, faults.SingleRank()).find()  # type: ignore[arg-type]
 
     def save(self, *steps: int) -> "Beginning":
         described = compatibility.describe(self.config, self.config.model)

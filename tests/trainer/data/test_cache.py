@@ -36,7 +36,7 @@ def test_without_locks_every_process_tokenizes_and_the_first_result_is_kept(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(cache.fcntl, "flock", no_locks)
-    name = cache.cached(str(tmp_path), ["a"], make_whole).path.name
+    name = cache.open_cached(str(tmp_path), ["a"], make_whole).path.name
     assert "has no locks (No locks available), so every process tokenizes for itself" in capsys.readouterr().out
     (tmp_path / name).rename(tmp_path / f"{name}.7")  # the unfinished folder of another process
 
@@ -46,19 +46,19 @@ def test_without_locks_every_process_tokenizes_and_the_first_result_is_kept(
         (tmp_path / f"{name}.7").rename(tmp_path / name)
 
     for _ in range(2):
-        assert content(cache.cached(str(tmp_path), ["a"], make_late)) == "whole"
+        assert content(cache.open_cached(str(tmp_path), ["a"], make_late)) == "whole"
     assert names(tmp_path) == [name, f"{name}.lock"]
 
 
 def test_leftovers_of_a_killed_tokenization_are_removed(tmp_path: Path) -> None:
     """Also those with this process's own id, which a container can assign again."""
     key = ["a", 1]
-    name = cache.cached(str(tmp_path), key, make_whole).path.name
+    name = cache.open_cached(str(tmp_path), key, make_whole).path.name
     files.remove(tmp_path / name)
     for suffix in (f"{os.getpid()}-node", "7", "old"):
         (tmp_path / f"{name}.{suffix}").mkdir()
         (tmp_path / f"{name}.{suffix}" / "part").write_text("cut")
-    assert content(cache.cached(str(tmp_path), key, make_whole)) == "whole"
+    assert content(cache.open_cached(str(tmp_path), key, make_whole)) == "whole"
     assert names(tmp_path) == [name, f"{name}.lock"]
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_cache_is_named_and_made_again(
 def test_a_mutated_manifest_never_ends_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
     """Flips, cuts, swaps and insertions in manifest.json."""
     draw = random.Random(number)
-    folder = cache.cached(str(tmp_path), ["a"], make_whole).path
+    folder = cache.open_cached(str(tmp_path), ["a"], make_whole).path
     data = bytearray((folder / "manifest.json").read_bytes())
     at, other = draw.randrange(len(data)), draw.randrange(len(data))
     kind = number % 4
@@ -121,7 +121,7 @@ def test_a_mutated_manifest_never_ends_a_start(tmp_path: Path, capsys: pytest.Ca
     else:
         data[at:at] = draw.choice([b"[" * 100_000, b"NaN", b'"', b"9" * 50, b"\xff"])
     (folder / "manifest.json").write_bytes(data)
-    assert content(cache.cached(str(tmp_path), ["a"], make_whole)) == "whole"
+    assert content(cache.open_cached(str(tmp_path), ["a"], make_whole)) == "whole"
 
 
 def test_a_shard_that_changed_with_its_size_and_time_kept_is_indexed_again(
@@ -145,7 +145,7 @@ def test_a_start_compares_a_sample_of_pages_and_all_of_them_on_request(
     monkeypatch.setattr(cache, "PAGE", 64)
     monkeypatch.setattr(cache, "SAMPLE", 4)
     monkeypatch.setattr(cache.time, "time", lambda: 0.0)
-    folder = cache.cached(str(tmp_path), ["a"], lambda new: make_random(new, 200 * 64))
+    folder = cache.open_cached(str(tmp_path), ["a"], lambda new: make_random(new, 200 * 64))
     reads: list[int] = []
     pread = os.pread
     monkeypatch.setattr(cache.os, "pread", lambda *args: (reads.append(args[2] // 64), pread(*args))[1])
@@ -160,7 +160,7 @@ def test_a_start_compares_a_sample_of_pages_and_all_of_them_on_request(
     folder.verify(full=False)
     with pytest.raises(cache.Damaged, match=rf"made has changed since its checksum was made, near byte {64 * page}$"):
         folder.verify(full=True)
-    assert cache.cached(str(tmp_path), ["a"], lambda new: make_random(new, 200 * 64), full=True).sha256 == folder.sha256
+    assert cache.open_cached(str(tmp_path), ["a"], lambda new: make_random(new, 200 * 64), full=True).sha256 == folder.sha256
     assert "the folder is made again" in capsys.readouterr().out
 
 
@@ -204,7 +204,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_folder_or_none(tmp_path: Path, m
         for number in range(1000):
             root, calls = tmp_path / f"{damaged}-{number}", []
             if damaged:
-                zeros(cache.cached(str(root), ["a"], make_whole).path / "made")
+                zeros(cache.open_cached(str(root), ["a"], make_whole).path / "made")
 
             def observe(when: str, kind: str, path: Path, number: int = number, calls: list = calls) -> None:
                 calls.append((when, kind))
@@ -214,7 +214,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_folder_or_none(tmp_path: Path, m
 
             monkeypatch.setattr(files, "observer", observe)
             try:
-                cache.cached(str(root), ["a"], make_whole)
+                cache.open_cached(str(root), ["a"], make_whole)
             except Killed:
                 pass
             else:
@@ -225,7 +225,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_folder_or_none(tmp_path: Path, m
             for path in root.iterdir():
                 if "." not in path.name and not damaged:  # the name of a whole folder
                     cache.CachedFolder(path).verify(full=True)
-            folder = cache.cached(str(root), ["a"], make_whole)
+            folder = cache.open_cached(str(root), ["a"], make_whole)
             folder.verify(full=True)
             assert content(folder) == "whole" and len(names(root)) == 2, (number, calls[-1])
         assert number > 20

@@ -87,6 +87,13 @@ def test_changed_data_is_an_error_until_it_is_accepted(tmp_path: Path) -> None:
         fingerprint.require_unchanged(two, saved, "step-00000004", ["rope"])
 
 
+@pytest.mark.parametrize("forged", [3, [1], {"text": 3}, {"text": {}}, {"text": {"tokenizer": "t", "sha256": 1, "files": [1]}}])
+def test_forged_hashes_of_a_checkpoint_are_damage(forged: Any) -> None:
+    own = {"text": {"tokenizer": "t", "sha256": "a", "files": [["x", 1, "abcdefgh"]]}}
+    with pytest.raises(ConfigError, match=r"step-1 is damaged|other data than step-1"):
+        fingerprint.require_unchanged(own, forged, "step-1", [])
+
+
 def test_order_of_equal_shards_counts(tmp_path: Path) -> None:
     texts = {name: text + " " * (len(text) % 2) for name, text in TEXTS.items()}
     one = described(dataset(tmp_path / "one", texts, "tokens"))

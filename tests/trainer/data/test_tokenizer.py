@@ -112,6 +112,17 @@ def test_tiktoken_file_with_another_number_of_ranks_is_rejected(tmp_path: Path) 
         tokenizer.load(TokenizerOptions(kind="tiktoken", path=str(tiktoken_file(tmp_path, 300))))
 
 
+@pytest.mark.parametrize(("old", "new"), [(b" 300\n", b" 301\n"), (b"\nAQ== 1\n", b"\n")])
+def test_damaged_tiktoken_file_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """A rank that occurs twice, and a byte without one; the library would raise from its extension, or much later."""
+    path = tiktoken_file(tmp_path, 50256)
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(ValueError, match=r"50256.tiktoken' is damaged: a rank occurs twice, or a single byte has none"):
+        tokenizer.load(TokenizerOptions(kind="tiktoken", path=str(path)))
+
+
 @pytest.mark.parametrize(("name", "num"), [("r50k", 50256), ("p50k", 50280), ("cl100k", 100256), ("o200k", 199998)])
 def test_patterns_split_text_like_the_library(monkeypatch: pytest.MonkeyPatch, name: str, num: int) -> None:
     public = pytest.importorskip("tiktoken_ext.openai_public")

@@ -3,7 +3,7 @@
     python -m tests.trainer.memory.long_steps predict                  write docs/results/predictions-long-steps.json
     python -m tests.trainer.memory.long_steps run NAME... --out DIR    run on this machine's GPUs, write DIR/memory-NAME.json
 
-A run pins the memory plan of its prediction. It trains `steps` steps after a short run that fills the caches of compilers.
+A run pins the memory plan of its prediction. A warm-up in the same process compiles and loads the kernels (debug.warm_up).
 The result is written at each phase, so that a run which is cut off shows how far it came. At the end the attention kernel
 is measured alone, on one KV head and its query heads at the run's length.
 """
@@ -38,6 +38,7 @@ COMMON = [
     "data=recall", "data.batch=1", "schedule.warmup=0", "checkpoint=none", "evaluate.batches=0",
     "evaluate.sample=0", "debug.watchdog=0", "parallel.timeout=900", "tracking.log_every=1",
 ]  # fmt: skip
+WARM_UP = 131072  # tokens: two chunks of the plans' rows
 HOST_GIB = 125  # of each GPU's share of the host
 EVERY = 1.0  # seconds between two looks at a run's metrics
 
@@ -54,7 +55,7 @@ class LongRun:
 
     @property
     def overrides(self) -> list[str]:
-        return [*self.options.split(), *COMMON, f"steps={self.steps}"]
+        return [*self.options.split(), *COMMON, f"steps={self.steps}", f"debug.warm_up={WARM_UP}"]
 
 
 WIDTH_8B, ONE_B = "model=llama-8b engine=zero1", "model=llama-1b engine=zero1"
@@ -98,17 +99,13 @@ def launch(name: str, gpus: int, overrides: list[str], out: Path) -> subprocess.
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
-def run(name: str, out: Path, warm: bool) -> bool:
+def run(name: str, out: Path) -> bool:
     """Run a prediction's command, and write planned and measured values at each phase."""
     out.mkdir(parents=True, exist_ok=True)
     predicted = json.loads(PREDICTIONS.read_text())[name]
     gpus, plan = predicted["gpus"], f"engine.memory={predicted['plan']}"
-    if warm:
-        rows = next((int(word[5:]) for word in predicted["plan"].split() if word.startswith("rows=")), 8192)
-        short = [*predicted["options"], plan, f"data.length={2 * rows * gpus}", "steps=1"]
-        assert launch(f"{name}-warm", gpus, short, out).wait() == 0, (out / f"{name}-warm.log").read_text()[-3000:]
-    result: dict[str, Any] = dict(date=datetime.now(UTC).isoformat(timespec="seconds"), name=name, predicted=predicted)
-    result |= dict(device=torch.cuda.get_device_name(), phases=[])
+    result: dict[str, Any] = dict(kind="long step", date=datetime.now(UTC).isoformat(timespec="seconds"), name=name)
+    result |= dict(predicted=predicted, device=torch.cuda.get_device_name(), phases=[])
     begin, process = time.monotonic(), launch(name, gpus, [*predicted["options"], plan], out)
     while True:
         code = process.poll()
@@ -175,12 +172,11 @@ def main() -> None:
     parser.add_argument("action", choices=("predict", "run"))
     parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; predict: all")
     parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--cold", action="store_true", help="do not run a short step first")
     args = parser.parse_args()
     if args.action == "predict":
         predict(args.names or list(RUNS))
     else:
-        sys.exit(sum(not run(name, args.out, not args.cold) for name in args.names))
+        sys.exit(sum(not run(name, args.out) for name in args.names))
 
 
 if __name__ == "__main__":

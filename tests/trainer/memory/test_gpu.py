@@ -14,10 +14,11 @@ from ringspan.parallel.buffered_attention import BufferedAttention
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config, Model
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.layer import row_functions
 from ringspan.trainer.memory.kept import KeptTensors, host_sizes
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.memory.streamed import Streaming
-from ringspan.trainer.model import GPT, row_functions
+from ringspan.trainer.model import GPT
 from ringspan.trainer.planning.memory import BACKWARD_END, BACKWARD_START, FORWARD, LOSS, footprint, mlp_widths
 
 pytestmark = pytest.mark.gpu
@@ -105,26 +106,20 @@ def test_tensors_of_the_mlps_width(activation: str, compiled: bool) -> None:
             vocabulary=512, layers=1, dim=1024, heads=8, kv_heads=4, head_dim=128, mlp_dim=width, activation=activation
         )
         layer: Any = GPT(shape).to(GPU, torch.bfloat16).layers[0]
-        finish = row_functions(shape).finish
-        finish = torch.compile(finish, dynamic=False) if compiled else finish
-        weights = [weight for weight in layer.finish_weights() if weight is not None]
+        functions = row_functions(shape)
+        streaming = Streaming(parse("x/1", shape), 1, None, functions)
+        if compiled:
+            streaming.compile()
         x, out = (torch.randn(1, ROWS // 64, *size, device=GPU, dtype=torch.bfloat16) for size in ((1024,), (8, 128)))
-        peaks.append([peak_of(run, finish, x, out, layer.finish_weights(), weights) for run in (run_forward, run_backward)])
+        weights = layer.finish_weights()
+        with torch.no_grad():
+            backward = peak_of(streaming._finish_backward, x, out, weights, torch.ones_like(x))
+            peaks.append([peak_of(streaming.functions.finish, x, out, *weights), backward])
     config = config_of(4096)
     config.model.activation, config.engine.compile = activation, "on" if compiled else "off"
     per_tensor = 2048 * (ROWS // 64) * 2  # bytes of a tensor, for the difference of the widths
     found = [(large - small) / per_tensor for small, large in zip(*peaks, strict=True)]
     assert found == pytest.approx(mlp_widths(config, gpu=True), abs=0.1)
-
-
-def run_forward(finish: Any, x: Tensor, out: Tensor, arguments: Any, weights: list[Tensor]) -> None:
-    with torch.no_grad():
-        finish(x, out, *arguments)
-
-
-def run_backward(finish: Any, x: Tensor, out: Tensor, arguments: Any, weights: list[Tensor]) -> None:
-    x, out = x.detach().requires_grad_(), out.detach().requires_grad_()
-    torch.autograd.grad(finish(x, out, *arguments), [x, out, *weights], torch.ones_like(x))
 
 
 def peak_of(run: Any, *arguments: Any) -> int:

@@ -160,6 +160,16 @@ def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == first
 
 
+def test_backward_of_finish_computes_no_y() -> None:
+    """Three matmuls again (o, gate and up, not down), and two for the gradients of each of the four."""
+    model = build("x/1", shape := Model(**SHAPE), LENGTH)
+    layer, x = model.layers[0], torch.randn(2, LENGTH, shape.dim, dtype=torch.float64)
+    out, weights = torch.randn(2, LENGTH, layer.heads, shape.head_dim, dtype=torch.float64), layer.finish_weights()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, torch.no_grad():
+        model.segments[0].streaming._finish_backward(x, out, weights, torch.randn_like(x))
+    assert sum(event.count for event in profiler.key_averages() if event.key in ("aten::mm", "aten::addmm")) == 3 + 2 * 4
+
+
 # ---- bf16
 
 

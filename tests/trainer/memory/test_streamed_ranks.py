@@ -85,10 +85,13 @@ def test_gradients_equal_those_of_one_rank(ring: int, ulysses: int, kind: str, n
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 def test_gradients_of_every_model_plan_and_split(ring: int, ulysses: int, kind: str) -> None:
+    """Each model is in a third of the splits, and in another third for each kind of layout."""
     if kind == "striped" and ulysses > 1:
         pytest.skip("striped does not support ulysses")
     world = ring * ulysses
-    assert jobs.run_ranks(world, compare_with_one_rank, ring, ulysses, kind, list(OPTIONS), 0, 1) == [0] * world
+    first = ("zigzag", "contiguous", "striped").index(kind) + ring + ulysses
+    names = [name for number, name in enumerate(OPTIONS) if (number + first) % 3 == 0]
+    assert jobs.run_ranks(world, compare_with_one_rank, ring, ulysses, kind, names, 0, 1) == [0] * world
 
 
 @pytest.fixture(scope="module")

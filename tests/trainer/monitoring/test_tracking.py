@@ -25,9 +25,9 @@ def test_durations(seconds: float, text: str) -> None:
 def test_console_line() -> None:
     values = dict(loss=3.4121, grad=0.83, lr=3e-4, tokens_per_s=131_000.0, tflops=412.3, mfu=0.416, gib=38.2, gib_share=0.27)
     expected = "step  120/1000  loss 3.412  grad 0.83  lr 3.0e-4  131k tok/s  412 TFLOP/s/GPU  "
-    expected += "41.6% MFU (3.5×)  38.2 GiB (27%)  ETA 2h14m"
-    assert tracking.line(120, 1000, values, 8040) == expected
-    assert tracking.line(120, 1000, values | dict(source=dict(a=1.5, b=2)), 8040) == expected + "  a 1.500  b 2.000"
+    expected += "41.6% MFU (3.5×)  38.2 GiB (27%)  1m30s, ETA 2h14m"
+    assert tracking.line(120, 1000, values, 90, 8040) == expected
+    assert tracking.line(120, 1000, values | dict(source=dict(a=1.5, b=2)), 90, 8040) == expected + "  a 1.500  b 2.000"
 
 
 def test_metrics_are_truncated_to_the_checkpoint(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config
+from ringspan.trainer.planning.host_memory import host_memory
 from ringspan.trainer.planning.machines import MACHINES, MATMUL_EFFICIENCY, resolve_machine
-from ringspan.trainer.planning.memory import GIB, host_memory
+from ringspan.trainer.planning.memory import GIB
 from tests.trainer.planning.configs import planned
 
 

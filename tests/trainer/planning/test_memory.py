@@ -25,12 +25,8 @@ from ringspan.trainer.data import tokenizer
 from ringspan.trainer.memory.plan import MemoryPlan, parse
 from ringspan.trainer.memory.streamed import LayerInputs
 from ringspan.trainer.model import GPT
-from ringspan.trainer.planning import memory
-from ringspan.trainer.planning.memory import (
-    BACKWARD_END,
-    BACKWARD_START,
-    footprint,
-)
+from ringspan.trainer.planning import host_memory, memory, ring_memory
+from ringspan.trainer.planning.memory import BACKWARD_END, BACKWARD_START, footprint
 from ringspan.trainer.run import Run
 from tests.trainer import jobs
 from tests.trainer.memory.models import build
@@ -42,7 +38,7 @@ A = MemoryPlan(1, outs=32)  # inputs and (out, lse) of all layers
 def test_copied_constants_equal_their_sources() -> None:
     """planning/memory.py copies them, because the sources import torch."""
     assert (memory.CUDA_CHUNK, memory.CPU_CHUNK) == (loss.CUDA_CHUNK, loss.CPU_CHUNK)
-    assert (memory.PART_BYTES, memory.SHORT_SHARD) == (select.PART_BYTES, select.SHORT_SHARD)
+    assert (ring_memory.PART_BYTES, ring_memory.SHORT_SHARD) == (select.PART_BYTES, select.SHORT_SHARD)
 
 
 def test_terms_counted_by_hand() -> None:
@@ -204,14 +200,14 @@ def peak_bytes(function: Callable[[], object], folder: Path) -> int:
     return max(accumulate(change for _, change in changes))
 
 
-@pytest.mark.parametrize("part_bytes", [2**10, memory.PART_BYTES], ids=["parts", "whole"])
+@pytest.mark.parametrize("part_bytes", [2**10, ring_memory.PART_BYTES], ids=["parts", "whole"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ring", [2, 3, 4])
 def test_ring_backward_over_p2p_allocates_the_planned_bytes(
     ring: int, batch: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peak in addition to the gradients, without kernels and messages."""
-    monkeypatch.setattr(memory, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(ring_memory, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr(P2PTransport, "_exchange", lambda *_: lambda: None)
     monkeypatch.setattr("ringspan.parallel.ring.block_backward", lambda *_, **__: None)
@@ -222,7 +218,7 @@ def test_ring_backward_over_p2p_allocates_the_planned_bytes(
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
     row = out.new_zeros(batch, heads, rows)  # delta and lse
     measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
-    counted = 3 * q.nbytes + memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
+    counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
     # A ring of two has its peak at the end, when dk and dv are made and half of the local block's are still separate.
     end = 3 * k.nbytes if ring == 2 else 0
     assert counted <= measured <= 1.01 * (counted + end)
@@ -235,7 +231,7 @@ def test_blocks_per_step_are_those_of_the_transport(ring: int) -> None:
         for kind, rows in itertools.product(("zigzag", "contiguous", "striped"), (2, short, short + 2)):
             layout = Layout(kind, rows * ring, ring)
             blocks = select.blocks_per_step("copy", layout, True, 4 * elements, heads, False)
-            assert tuple(memory._blocks_per_step(ring, elements, heads, rows, kind != "striped")) == blocks
+            assert tuple(ring_memory._blocks_per_step(ring, elements, heads, rows, kind != "striped")) == blocks
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
@@ -246,7 +242,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
 ) -> None:
     """Symmetric memory, and the peak of all other allocations."""
     monkeypatch.setattr("ringspan.parallel.ring.adds_dq_atomically", lambda *_, **__: True)  # as on Hopper, the larger case
-    monkeypatch.setattr(memory, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(ring_memory, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr("ringspan.parallel.ring.block_backward", lambda *_, **__: None)
     reserved: dict[str, int] = {}
@@ -272,8 +268,8 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     row = out.new_zeros(batch, heads, rows)  # delta and lse
     measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
     doubling, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
-    assert sum(reserved.values()) == memory.symmetric_memory(*shape, doubling)
-    counted = 3 * q.nbytes + memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)
+    assert sum(reserved.values()) == ring_memory.symmetric_memory(*shape, doubling)
+    counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)
     # At the end dk and dv are made, while only one part of the last step's block is still incoming.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
     blocks = 1 + half + 1 / select.num_parts(plan, k, v)
@@ -326,5 +322,5 @@ def test_host_memory_is_that_of_the_container(
     cgroup: str, files: dict[str, str], limit: int | None, free: int, tmp_path: Path
 ) -> None:
     root = container(tmp_path, cgroup, files)
-    assert memory.host_memory(root) == (limit or memory.host_memory(tmp_path / "none"))
-    assert memory.available_host_memory(root) == free
+    assert host_memory.host_memory(root) == (limit or host_memory.host_memory(tmp_path / "none"))
+    assert host_memory.available_host_memory(root) == free

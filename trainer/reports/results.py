@@ -33,10 +33,13 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
+from ringspan.trainer.monitoring.tracking import duration, with_unit
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import MACHINES
 from ringspan.trainer.planning.memory import GIB, footprint
 from ringspan.trainer.planning.step_time import step_time
+from ringspan.trainer.reports.loss_plot import draw
+from ringspan.trainer.reports.read_run import LAST, differing, flat, text_table
 
 DOCS = RESULTS.parent
 PROGRAM = "ringspan results"
@@ -63,15 +66,20 @@ class RecordedRun:
         return not self.start["device"].startswith("CPU")
 
 
+class NoSteps(ValueError):
+    """The folder is no run, or has no finished step."""
+
+
 def read(folder: Path) -> RecordedRun:
     """Read a run's folder.
 
     Raises:
-        ValueError: it is no folder of a run, no step is finished, or a loss is not finite.
+        NoSteps: it is no folder of a run, or no step is finished.
+        ValueError: a loss is not finite, or a record is damaged.
     """
     missing = [name for name in ("config.yaml", "starts.jsonl", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder}: there is no {', '.join(missing)}: name the folder of a run, such as runs/NAME")
+        raise NoSteps(f"{folder}: there is no {', '.join(missing)}: name the folder of a run, such as runs/NAME")
     starts = list(run_folder.read_jsonl(folder / "starts.jsonl"))
     steps = [line for line in run_folder.read_jsonl(folder / "metrics.jsonl") if line["kind"] == "train"]
     if bad := [step["step"] for step in steps if step["loss"] is None or not math.isfinite(step["loss"])]:
@@ -81,7 +89,21 @@ def read(folder: Path) -> RecordedRun:
         if since := [step for step in steps if step["time"] >= began]:
             _require_plausible(folder, run_folder.config_of(folder), start["ranks"])
             return RecordedRun(folder.resolve().name, folder, run_folder.config_of(folder), start, since, steps)
-    raise ValueError(f"{folder}: this run has not finished a step: let it continue")
+    raise NoSteps(f"{folder}: this run has not finished a step: let it continue")
+
+
+def read_all(folders: list[Path]) -> tuple[list[RecordedRun], list[str]]:
+    """Return the runs, and a line for each folder without steps, which is skipped; raise as `read` if no folder has steps."""
+    runs, skipped, error = [], [], None
+    for folder in folders:
+        try:
+            runs.append(read(folder))
+        except NoSteps as problem:
+            error = error or problem
+            skipped.append(f"skipped: {problem}")
+    if error and not runs:
+        raise error
+    return runs, skipped
 
 
 def _require_plausible(folder: Path, config: Config, ranks: Any) -> None:
@@ -115,7 +137,7 @@ def measure(run: RecordedRun, skip: int) -> Row:
         matmuls / step["seconds"] + (step["tflops"] - matmuls / step["seconds"]) * 3 / 3.5 for step in steps
     )
     data, ring, ulysses = validate.mesh_of(config, ranks)
-    row: Row = dict(run=run.name, model=config.model.name, parameters=flops.parameters(config.model).total)
+    row: Row = outcome(run) | dict(run=run.name, model=config.model.name, parameters=flops.parameters(config.model).total)
     row |= dict(
         length=config.data.length, batch=config.data.batch, tokens=tokens, ranks=ranks, data=sorted(config.data.sources)
     )
@@ -141,6 +163,15 @@ def measure(run: RecordedRun, skip: int) -> Row:
         if phases := [step["phases"] for step in steps if "phases" in step]:
             row |= dict(phases=phases[-1])
     return row | _profiled(run)
+
+
+def outcome(run: RecordedRun) -> Row:
+    """Return what a whole run reached: training loss, held-out losses, tokens and time."""
+    row: Row = dict(total_tokens=run.steps[-1].get("tokens"), total_seconds=sum(step["seconds"] for step in run.steps))
+    row |= dict(mean_loss=statistics.fmean(step["loss"] for step in run.steps[-LAST:]))
+    lines = [line for line in run_folder.read_jsonl(run.folder / "metrics.jsonl") if line["kind"] == "held_out"]
+    held_out = [(line["loss"], line["step"]) for line in lines if line.get("loss") is not None]
+    return row | (dict(held_out=held_out[-1][0], best_held_out=list(min(held_out))) if held_out else {})
 
 
 def _profiled(run: RecordedRun) -> Row:
@@ -218,6 +249,11 @@ def report(row: Row) -> str:
         f"  TFLOP/s per {unit}: {row['tflops_3.5x']:.4g} with attention counted 3.5×, {row['tflops_3x']:.4g} with 3×"
         + (f"; MFU {row['mfu_3.5x']:.1%} and {row['mfu_3x']:.1%}" if "mfu_3x" in row else ""),
     ]
+    line = f"  loss {row['mean_loss']:.3f}, the mean of the last {LAST} steps"
+    if "held_out" in row:
+        line += f"; held out {row['held_out']:.3f}, the best {row['best_held_out'][0]:.3f} at step {row['best_held_out'][1]}"
+    tokens = f"{with_unit(row['total_tokens'])} tokens in " if row["total_tokens"] else ""
+    lines.append(f"{line}; {tokens}{duration(row['total_seconds'])} of training")
     if "gib" in row:
         line = f"  memory: {row['gib']:.2f} GiB allocated at the peak, {row['gib_reserved']:.2f} reserved"
         if "planned_gib" in row:
@@ -235,6 +271,13 @@ def report(row: Row) -> str:
     return "\n".join(lines)
 
 
+def options_table(runs: list[RecordedRun]) -> str:
+    """Return a table of the options that differ, with a column per run."""
+    different = differing({run.name: flat(asdict(run.config)) for run in runs})
+    rows = [["option", *(run.name for run in runs)], *([key, *map(str, values)] for key, values in different.items())]
+    return text_table(rows) if different else "no option of the training differs"
+
+
 def report_differences(rows: list[Row]) -> str:
     lines = []
     for row in rows:
@@ -248,30 +291,13 @@ def report_differences(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(runs: list[RecordedRun], rows: list[Row], path: Path) -> None:
-    """Plot the loss curves, and below them the differences of the pairs."""
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1 + bool(rows), 1, figsize=(9, 5 + 3 * bool(rows)), layout="constrained", squeeze=False, sharex=True
-    )
-    losses = {run.name: {step["step"]: step["loss"] for step in run.steps} for run in runs}
-    for index, run in enumerate(runs):  # narrow lines over wide ones, because equal curves would hide each other
-        style = dict(lw=1 + 2 * (len(runs) - 1 - index), alpha=0.7)
-        axes[0, 0].plot(*zip(*losses[run.name].items(), strict=True), label=f"{run.name}: {_split(run)}", **style)
-    axes[0, 0].set(ylabel="training loss")
-    for row in rows:
-        first, second = (losses[name] for name in row["runs"])
-        common = sorted(first.keys() & second.keys())
-        label = f"{row['differ_in']}: {' and '.join(row['runs'])}"
-        axes[1, 0].plot(common, [max(abs(first[step] - second[step]), 1e-9) for step in common], label=label)
-    if rows:
-        axes[1, 0].set(yscale="log", ylabel="difference of the losses (0 is drawn at 1e-9)")
-    for axis in axes[:, 0]:
-        axis.legend(fontsize=8)
-    axes[-1, 0].set(xlabel="step")
-    figure.suptitle(f"{runs[0].config.model.name}, {runs[0].config.data.length:,} tokens, {runs[0].start['device']}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def curves(runs: list[RecordedRun]) -> dict[str, dict[int, float]]:
+    """Return the loss by step of each run, labelled by what differs: up to three options, and the split over ranks."""
+    different = differing({run.name: flat(asdict(run.config)) | dict(split=_split(run)) for run in runs})
+    chosen = [key for key in different if key == "split" or key.partition(".")[0] not in ("parallel", "engine")]
+    chosen = sorted(chosen, key=lambda key: key == "split")[:3]
+    labels = [", ".join([run.name, *(f"{key} {different[key][i]}" for key in chosen)]) for i, run in enumerate(runs)]
+    return {label: {step["step"]: step["loss"] for step in run.steps} for label, run in zip(labels, runs, strict=True)}
 
 
 def result(runs: list[RecordedRun], rows: list[Row], differences: list[Row], command: str) -> Row:
@@ -294,7 +320,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
     parser.add_argument(
-        "--plot", nargs="?", const="", metavar="PNG", help="plot the loss curves (default docs/loss-DEVICE.png)"
+        "--plot",
+        nargs="?",
+        const="",
+        metavar="PNG",
+        help="plot the loss curves (default: loss-DEVICE.png in the folder of the first run)",
     )
     return parser
 
@@ -314,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     with _one_message(parser):
-        runs = [read(folder) for folder in args.runs]
+        runs, skipped = read_all(args.runs)
         if len({run.name for run in runs}) < len(runs):
             raise ValueError(f"{' '.join(map(str, args.runs))}: two runs have one name, and a result identifies runs by name")
         devices = sorted({run.start["device"] for run in runs})
@@ -326,14 +356,19 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--skip {args.skip}: it must be at least 0")
         if args.plot is not None:
             pyplot()  # reports a missing matplotlib before any work
+        short = [run for run in runs if len(run.since) - args.skip < MIN_STEPS]
+        if len(short) < len(runs):  # else measure() says what is missing
+            skipped += [f"skipped: {run.folder}: too few steps for a median without the first {args.skip}" for run in short]
+            runs = [run for run in runs if run not in short]
         rows = [measure(run, args.skip) for run in runs]
         differences, device = loss_differences(runs), slug(devices[0])
-        text = [devices[0], *map(report, rows), *[report_differences(differences)] * bool(differences)]
+        text = [devices[0], *map(report, rows), *[options_table(runs)] * (len(runs) > 1)]
+        text += [*[report_differences(differences)] * bool(differences), *["\n".join(skipped)] * bool(skipped)]
     print(*text, sep="\n\n")
     path = args.json
     if path is None and args.save is not None:
         path = RESULTS / f"{(args.save or 'train-' + device).removesuffix('.json')}.json"
-    picture = None if args.plot is None else Path(args.plot) if args.plot else DOCS / f"loss-{device}.png"
+    picture = None if args.plot is None else Path(args.plot) if args.plot else args.runs[0].parent / f"loss-{device}.png"
     for target in (path, picture):
         if target is not None:
             with contextlib.suppress(OSError):
@@ -341,7 +376,9 @@ def main(argv: list[str] | None = None) -> int:
             if not target.parent.is_dir():
                 parser.error(f"{target.parent} is no folder: make it first")
     if picture is not None:
-        plot(runs, differences, picture)
+        about = runs[0].config
+        title = f"{about.model.name}, {about.data.length:,} tokens, {devices[0]}"
+        draw(pyplot(), curves(runs), differences, title, picture)
         print(f"\nplotted: {picture}")
     if path is not None:
         flags = ["--save", *([args.save] if args.save else [])] * (args.save is not None) + ["--plot"] * (picture is not None)

@@ -1,6 +1,7 @@
 """The command `ringspan results` on tiny runs: rows, loss differences, a hand-made trace, and errors."""
 
 import json
+import re
 import shutil
 import statistics
 from datetime import datetime, timedelta, timezone
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ringspan.trainer import results
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.memory import GIB, footprint
+from ringspan.trainer.reports import results
+from ringspan.trainer.reports.loss_plot import draw
 from tests.trainer import jobs
 
 Folder = Path
@@ -236,3 +238,42 @@ def test_kinds_of_a_gpu_step_add_up(tmp_path: Path) -> None:
     expected = dict(attention=7, products=2, other=1.5 + 0.25, communication=2 + 0.5, idle=2 + 1 + 0.5 + 0.5)
     assert result["seconds"] == pytest.approx(expected) and result["communication_with_hidden"] == pytest.approx(3 + 0.5)
     assert result["most_of_other"] == pytest.approx({"triton_poi_add": 1, "Memset": 1, "Memcpy DtoD ": 0.25})
+
+
+def test_runs_without_steps_are_skipped_and_named(runs: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`runs/*` also has folders of other programs and of runs that have just started."""
+    started = tmp_path / "started"
+    shutil.copytree(runs / "one", started)
+    (started / "metrics.jsonl").write_text("")
+    assert results.main([str(runs / "one"), str(started), str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"skipped: {started}: this run has not finished a step" in out and f"skipped: {tmp_path}: there is no" in out
+    assert re.search(r"  loss \d\.\d{3}, the mean of the last 10 steps; held out \d\.\d{3}, the best \d\.\d{3} at step 7", out)
+    assert re.search(r"[\d.]+k tokens in \d+s of training", out)
+
+
+def test_plot_is_written_with_the_runs_and_labelled_by_what_differs(runs: Folder, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one", "again"):
+        shutil.copytree(runs / name, tmp_path / name)
+    text = (tmp_path / "again" / "config.yaml").read_text()
+    (tmp_path / "again" / "config.yaml").write_text(text.replace("lr: 0.003", "lr: 0.004"))
+    assert results.main([str(tmp_path / "one"), str(tmp_path / "again"), "--plot"]) == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["loss-cpu.png"]
+    labels = list(results.curves([results.read(tmp_path / name) for name in ("one", "again")]))
+    assert labels[0].startswith("one, optim.lr 0.003, split data 1 × ring 1") and labels[1].startswith("again, optim.lr 0.004")
+
+
+@pytest.mark.parametrize(("largest", "panels"), [(0.0, 1), (0.5, 2)])
+def test_equal_curves_get_no_panel_of_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: float, panels: int
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    curves = {"one, seed 1": {1: 3.0, 2: 2.0}, "two, seed 1": {1: 3.0, 2: 2.0 + largest}}
+    rows = [dict(runs=["one", "two"], differ_in="kernel noise", largest=largest)]
+    draw(plt, curves, rows, "two runs", tmp_path / "loss.png")
+    assert len(figures[0].axes) == panels and (tmp_path / "loss.png").is_file()
+    monkeypatch.undo()
+    plt.close(figures[0])

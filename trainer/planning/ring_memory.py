@@ -1,0 +1,68 @@
+"""Memory that a ring allocates in addition to the local K/V and gradients. Imports no torch."""
+
+import math
+
+# Copies of constants in ringspan/parallel/transport/select.py: bytes above which a block's dK/dV are sent in parts, and rows of
+# a short shard. tests/trainer/planning/test_memory.py compares them.
+PART_BYTES, SHORT_SHARD = 2**28, 2**15
+
+
+def ring_backward_buffers(
+    batch: int, rows: int, heads: int, width: int, ring: int, b: int, copied: bool = False, doubling: bool = False
+) -> float:
+    """Return the bytes that a ring's backward allocates in addition to the local K/V and gradients, for blocks of equal size.
+
+    p2p sends directly from the K/V of one sequence; for several sequences it copies them first. Copy engines use the
+    buffers of `symmetric_memory`, which are not counted here.
+
+    Args:
+        batch: sequences.
+        rows: rows of all sequences of the batch on one rank.
+        heads: KV heads.
+        width: head_dim of K plus that of V.
+        ring: ranks of the ring.
+        b: bytes per element of K and V.
+        copied: copy engines move the blocks, not p2p.
+        doubling: steps may take several blocks.
+    """
+    elements = rows * heads * width
+    steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
+    blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
+    parts = _num_parts(elements, heads, rows // batch)
+    # dK/dV in fp32: two incoming parts; p2p has three outgoing ones, too.
+    if not copied:
+        sums = min(5, 2 * parts * len(steps)) / parts
+    elif parts > 1:
+        sums = 2 * max(steps) / parts
+    else:
+        sums = sum(sorted(steps)[-2:])
+    # Copy engines: half of the local block, kept apart from the remote gradients. With p2p it exists only at the end.
+    half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
+    separate = half if copied else 0
+    return blocks * b * elements + (sums + separate) * 4 * elements
+
+
+def symmetric_memory(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:
+    """Return the bytes of symmetric memory of copy engines: K/V of two steps and two parts of dK/dV.
+
+    The arguments are those of `ring_backward_buffers`.
+    """
+    elements = rows * heads * width
+    steps = _blocks_per_step(ring, elements, heads, rows // batch, doubling)
+    parts = _num_parts(elements, heads, rows // batch)
+    return max(steps) * elements * (min(2, len(steps)) * b + min(2, parts * len(steps)) * 4 / parts)
+
+
+def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: bool) -> list[int]:
+    """The blocks of each step, as in parallel/transport/select.py; `rows` of one sequence."""
+    limit = max(1, PART_BYTES * _num_parts(elements, heads, rows) // (4 * elements)) if doubling else 1
+    steps, left = list[int](), ring - 1
+    while left:
+        steps.append(min(2 ** len(steps), left, limit))
+        left -= steps[-1]
+    return steps
+
+
+def _num_parts(elements: int, heads: int, rows: int) -> int:
+    """The parts in which a block's dK/dV are sent, an upper bound for a larger step; `rows` of one sequence."""
+    return math.gcd(heads, 4) if 4 * elements > PART_BYTES * (2 if rows <= SHORT_SHARD else 1) else 1

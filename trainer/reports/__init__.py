@@ -1,0 +1,1 @@
+"""Reports of recorded runs: a comparison on the console, and as a page."""
