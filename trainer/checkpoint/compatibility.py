@@ -53,6 +53,23 @@ def differences(saved: dict[str, Any], current: dict[str, Any], weights_only: bo
     }
 
 
+def unscaled_positions(saved: Any, config: Config) -> str:
+    """Return a warning if a run is longer than the one whose weights it takes, and no rope rule scales its positions; else "".
+
+    Args:
+        saved: `describe` of the run that made the weights.
+        config: this run's config.
+    """
+    trained, length = _mapping(saved).get("length"), config.data.length
+    scales = config.rope.kind != "base" or config.model.positions != "rope"
+    if type(trained) is not int or not 0 < trained < length or scales:
+        return ""
+    return (
+        f"it was trained at {trained} tokens, and rope.kind=base scales no positions for data.length={length}; "
+        f"rope=yarn rope.factor={-(-length // trained)} rope.original_length={trained} checkpoint.changed=[rope] does"
+    )
+
+
 def is_accepted(key: str, changed: list[str]) -> bool:
     """Whether `checkpoint.changed` names an option, or a group that it is in."""
     return any(key == name or key.startswith(f"{name}.") for name in changed)

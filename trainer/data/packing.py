@@ -14,12 +14,17 @@ NO_TOKEN = -1  # stream position of padding
 
 
 class Bins(NamedTuple):
-    """Pieces of documents in windows: window i has the pieces first[i] … first[i + 1] − 1."""
+    """Pieces of documents in windows: window i has the pieces first[i] … first[i + 1] − 1.
+
+    `cut` is the share of the documents that are in several windows, `stream_cut` the same of a stream without padding.
+    """
 
     first: np.ndarray  # int64 (windows + 1,)
     starts: np.ndarray  # int64 (pieces,): position in the stream
     sizes: np.ndarray  # int64 (pieces,)
     length: int
+    cut: float
+    stream_cut: float
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -79,4 +84,8 @@ def best_fit(documents: Iterable[int], length: int) -> Bins:
             free.setdefault(left, []).append(window)
     pieces = [piece for window in windows for piece in window]
     first = np.cumsum([0, *map(len, windows)])
-    return Bins(first, np.array([start for start, _ in pieces]), np.array([size for _, size in pieces]), length)
+    cut = float((sizes > length).mean())
+    stream_cut = float((starts // length != (starts + sizes - 1) // length).mean())
+    return Bins(
+        first, np.array([start for start, _ in pieces]), np.array([size for _, size in pieces]), length, cut, stream_cut
+    )

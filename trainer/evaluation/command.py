@@ -5,7 +5,8 @@
     torchrun --nproc-per-node=2 -m ringspan.trainer.evaluation.command runs/x --lengths 128k     under a ring of two
 
 Every rank holds the whole model. --cut-ring is a control: each rank attends to its own shard only, in contiguous shards, so
-that an answer beyond a shard can be right by chance alone.
+that an answer beyond a shard can be right by chance alone. The result is also recorded in the run's folder, where `ringspan
+results` finds it.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data.needles import FAMILIES
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.distributed import DistributedContext
-from ringspan.trainer.evaluation import long_suite, text_loss
+from ringspan.trainer.evaluation import long_suite, recorded, text_loss
 from ringspan.trainer.evaluation.cut_ring import model_attention
 
 PROGRAM = "ringspan evaluate"
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         distributed.close()
     if distributed.rank == 0:
-        _write(args, result)
+        _write(args, result, restored.folder.parent.parent)
     return 0
 
 
@@ -167,20 +168,19 @@ def _evaluate(
     )
 
 
-def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    rows, trained = result["rows"], result["trained_length"]
-    if args.suite == "long":
-        print(long_suite.report(rows, trained, result["trained_families"]))
-    else:
-        print(text_loss.report(rows))
+def _write(args: argparse.Namespace, result: dict[str, Any], run: Path) -> None:
+    """Print the result, record it in the run's folder, and write the files that were asked for."""
+    print(recorded.text(result))
+    if (run / "config.yaml").is_file():
+        try:
+            recorded.append(run, result)
+        except OSError as error:
+            print(f"{run}: not recorded for ringspan results: {error.strerror}", file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"\nwritten: {args.json}")
     if args.plot:
-        plt = pyplot()
-        figure = long_suite.plot(plt, rows, trained, f"{result['checkpoint']}, trained at {long_suite.short(trained)}")
-        figure.savefig(args.plot, dpi=120)
-        plt.close(figure)
+        recorded.draw(pyplot(), result, args.plot)
         print(f"\nplotted: {args.plot}")
 
 

@@ -67,20 +67,22 @@ def score(
         reduce: returns the sum of a tensor over all ranks.
 
     Returns:
-        A row per family: family, length, right, num, share, low, high, chance, and `deciles`, the same of each tenth of the
-        depth; equal on all ranks.
+        A row per family: family, length, chance, and right, num, share, low, high of all answers, in `deciles` of each tenth
+        of the depth, in `far` of the facts that are further away than one rank's tokens; equal on all ranks.
     """
     windows = [(source, number) for source in range(len(data.names)) for number in range(num_sequences)]
     sums = measure(forward, data, windows, micro_batch, np.zeros(1, np.int64), positions, device, data_rank, data_size, reduce)
     rows, begin = [], 0
     for source, family in enumerate(data.names):
         answers = [answer for (index, _), answer in sums.answers.items() if index == source]
-        depth, chance = (np.concatenate([getattr(answer, name) for answer in answers]) for name in ("depth", "chance"))
+        names = "depth", "chance", "distance"
+        depth, chance, distance = (np.concatenate([getattr(answer, name) for answer in answers]) for name in names)
         right = sums.right[begin : begin + len(depth)]
         begin += len(depth)
         tenth = np.minimum((depth * DECILES).astype(int), DECILES - 1)
         row = dict(family=family, length=data.length, chance=float(chance.mean())) | share(right)
         row["deciles"] = [share(right[tenth == index]) for index in range(DECILES)]
+        row["far"] = share(right[distance > len(positions)])
         rows.append(row)
     return rows
 
@@ -112,16 +114,23 @@ def report(rows: Sequence[Row], trained_length: int, trained_families: Sequence[
     """
     lengths = sorted({row["length"] for row in rows})
     table = {(row["family"], row["length"]): row for row in rows}
-    lines = [f"right answers in %, with 95 % intervals; * beyond the {trained_length} tokens of training"]
     heads = [f"{short(length)}{'*' * (length > trained_length)}" for length in lengths]
-    lines.append(f"  {'':12}  {'chance':>6}" + "".join(f"  {head:>14}" for head in heads))
     families = [name for name in FAMILIES if any(row["family"] == name for row in rows)]
-    for name in families:
-        own = [table.get((name, length)) for length in lengths]
-        cells = [f"{row['share']:4.0%} ({row['low']:.0%}-{row['high']:.0%})" if row else "-" for row in own]
-        chance = next(row["chance"] for row in own if row)
-        transfer = "" if name in trained_families else "  transfer: not in the run's data"
-        lines.append(f"  {name:12}  {chance:6.1%}" + "".join(f"  {cell:>14}" for cell in cells) + transfer)
+    lines = [f"right answers in %, with 95 % intervals; * beyond the {trained_length} tokens of training"]
+
+    def add_families(cell: Callable[[Row], Row]) -> None:
+        lines.append(f"  {'':12}  {'chance':>6}" + "".join(f"  {head:>14}" for head in heads))
+        for name in families:
+            own = [table.get((name, length)) for length in lengths]
+            cells = [_with_interval(cell(row)) if row else "-" for row in own]
+            chance = next(row["chance"] for row in own if row)
+            transfer = "" if name in trained_families else "  transfer: not in the run's data"
+            lines.append(f"  {name:12}  {chance:6.1%}" + "".join(f"  {cell:>14}" for cell in cells) + transfer)
+
+    add_families(lambda row: row)
+    if any(row["far"]["num"] for row in rows):
+        lines += ["", "right answers in % about facts that are further away than one rank's tokens"]
+        add_families(lambda row: row["far"])
     for name in families:
         lines += ["", f"{name}: right answers in %, by depth of the first fact"]
         lines.append(f"  {'':7}" + "".join(f"{index / DECILES:>6.0%}" for index in range(DECILES)))
@@ -130,6 +139,10 @@ def report(rows: Sequence[Row], trained_length: int, trained_families: Sequence[
                 cells = ["-" if cell["share"] is None else f"{cell['share']:.0%}" for cell in row["deciles"]]
                 lines.append(f"  {head:>7}" + "".join(f"{cell:>6}" for cell in cells))
     return "\n".join(lines)
+
+
+def _with_interval(cell: Row) -> str:
+    return "-" if cell["share"] is None else f"{cell['share']:4.0%} ({cell['low']:.0%}-{cell['high']:.0%})"
 
 
 def plot(plt: Any, rows: Sequence[Row], trained_length: int, title: str) -> Any:
