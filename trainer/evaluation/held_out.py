@@ -82,7 +82,7 @@ class Report:
 
 
 class MeasuredWindows(NamedTuple):
-    """MeasuredWindows over all ranks of some windows."""
+    """Sums over all ranks of some windows."""
 
     by_position: np.ndarray  # (sources, bins, 2): loss and labels
     answers: dict[WindowKey, Answers]
