@@ -12,6 +12,8 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "train": ("ringspan.trainer.train", "train as one rank; torchrun … -m ringspan.trainer.train starts several"),
     "experiments": ("ringspan.trainer.config.experiments", "list the experiments: model, length, GPUs"),
     "check": ("ringspan.trainer.check", "plan a run: memory, step time, the longest sequence that fits"),
+    "evaluate": ("ringspan.trainer.evaluation.command", "evaluate a checkpoint on long-context tasks: tables, JSON, a figure"),
+    "tokenizer": ("ringspan.trainer.data.train_tokenizer", "train a tokenizer on installed packages or on text"),
     "generate": ("ringspan.trainer.generate", "generate text from a checkpoint"),
     "export": ("ringspan.trainer.export", "write a checkpoint as Hugging Face weights"),
     "results": ("ringspan.trainer.reports.results", "report runs: speed, memory, loss curves"),
@@ -37,11 +39,13 @@ NEEDS_TRAIN_EXTRA = (
     "launch",
     "train",
     "check",
+    "evaluate",
     "generate",
     "export",
     "results",
     "compare",
     "parity",
+    "tokenizer",
 )
 
 

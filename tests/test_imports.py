@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["kernels", "parallel", "trainer", "launch"]  # each may import itself and the folders before it
 PLUGINS = ("ringspan.hf", "ringspan.compat", "ringspan.integrations")  # import parallel and kernels; no folder imports them
-BENCH_USERS = ("ringspan.trainer.reports.results",)  # a report tool
+BENCH_USERS = ("ringspan.trainer.reports.results", "ringspan.trainer.evaluation.command")  # report tools
 BACKENDS = "ringspan.kernels.backends."
 BACKEND_MAY_IMPORT = {"hopper": {"triton"}, "chunked": {"reference"}}
 SHARED = {"block", "choose"}  # modules of backends that are no backend

@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
 
         readers = {name: partial(read, name) for name in restored.reader.names}
         end = restored.tokenizer().end if restored.has_tokenizer else None
-        huggingface.export(Path(options.to), readers, restored.model, restored.rope, restored.length, end)
+        shard = options.max_file_mib * 2**20
+        huggingface.export(Path(options.to), readers, restored.model, restored.rope, restored.length, end, shard)
         if restored.tokenizer_options.kind == "hf":
             shutil.copy(tokenizer_file(restored.tokenizer_options), Path(options.to) / "tokenizer.json")
     except ValueError as error:

@@ -50,6 +50,7 @@ class GPT(nn.Module):
     """
 
     frequencies: Tensor  # fp64 (head_dim / 2,)
+    unscaled_frequencies: Tensor  # the same shape, of layers with a window under rope.layers=full
     rope_scale: float
 
     def __init__(
@@ -121,7 +122,9 @@ class GPT(nn.Module):
         hidden = self.embedding(tokens)
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding(positions)
-        rotation = self.rotation(positions) if self.config.positions == "rope" else None
+        rope = self.config.positions == "rope"
+        rotation = self.rotation(positions) if rope else None
+        unscaled = self.rotation(positions, scaled=False) if rope and self.rope.layers == "full" else rotation
         masks = self.masks(documents, hidden.device)
         if not (self.config.dropout and self.training):
             seeds = None
@@ -129,11 +132,11 @@ class GPT(nn.Module):
             raise ValueError(
                 f"seeds=None, but model.dropout={self.config.dropout}: pass an int64 tensor with one seed per sequence"
             )
-        inputs = [
-            # another dropout pattern in every layer
-            LayerInputs(rotation, masks[window(self.config, index)], None if seeds is None else seeds + (index << 40), index)
-            for index in range(self.config.layers)
-        ]
+        inputs = []
+        for index in range(self.config.layers):
+            size = window(self.config, index)
+            own = None if seeds is None else seeds + (index << 40)  # another dropout pattern in every layer
+            inputs.append(LayerInputs(unscaled if size else rotation, masks[size], own, index))
         for segment in self.segments:
             hidden = segment(hidden, inputs, attention or self.attention)
         return self.norm(hidden)
@@ -152,15 +155,17 @@ class GPT(nn.Module):
             mask.bounds(device)
         return masks
 
-    def rotation(self, positions: Tensor) -> Rotation:
-        """Return cos and sin of the rotary angles, once for all layers.
+    def rotation(self, positions: Tensor, scaled: bool = True) -> Rotation:
+        """Return cos and sin of the rotary angles, once for all layers with scaled frequencies, or for all without.
 
         The angles are in fp64: an fp32 angle of position 4M is off by up to 0.25, a bf16 one of position 1000 by up to 2.
         """
         self.frequencies = self.frequencies.to(positions.device)
-        angles = positions.double()[..., None, None] * self.frequencies  # (…, S, 1, head_dim / 2), equal for all heads
+        self.unscaled_frequencies = self.unscaled_frequencies.to(positions.device)
+        rates, scale = (self.frequencies, self.rope_scale) if scaled else (self.unscaled_frequencies, 1.0)
+        angles = positions.double()[..., None, None] * rates  # (…, S, 1, head_dim / 2), equal for all heads
         dtype = torch.float64 if self.norm.weight.dtype == torch.float64 else torch.float32
-        return (angles.cos() * self.rope_scale).to(dtype), (angles.sin() * self.rope_scale).to(dtype)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def set_rope_frequencies(self) -> None:
         """Compute the rotary frequencies.
@@ -169,6 +174,7 @@ class GPT(nn.Module):
         frequencies are not a buffer, because engines cast buffers, and bf16 angles are noise.
         """
         self.frequencies, self.rope_scale = frequencies(self.rope, head_dim(self.config))
+        self.unscaled_frequencies, _ = frequencies(Rope(base=self.rope.base), head_dim(self.config))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

@@ -20,7 +20,8 @@ from ringspan.trainer.data import fingerprint
 from ringspan.trainer.data.dataset import Batch, open_parts, prefetch, samples_of
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
-from ringspan.trainer.evaluate import Report, evaluate
+from ringspan.trainer.evaluation.cut_ring import model_attention
+from ringspan.trainer.evaluation.held_out import Report, evaluate
 from ringspan.trainer.generate import continue_held_out
 from ringspan.trainer.layer import row_functions
 from ringspan.trainer.memory.prepare import choose_plan, prepare_layers
@@ -70,9 +71,10 @@ class Run:
         self.local_positions = self.layout.positions(mesh.context_rank)
         self.accumulation = config.data.batch // (config.data.micro_batch * mesh.data)
         deterministic = config.debug.deterministic
-        self.attention = BufferedAttention(self.layout, mesh, config.parallel.attention, deterministic)
+        backend, cut = config.parallel.attention, config.debug.cut_ring
+        self.attention = model_attention(self.layout, mesh, backend, deterministic, cut)
         self.streaming: Streaming | None = None
-        if not self.planned.plan.keeps_everything:
+        if not self.planned.plan.keeps_everything and isinstance(self.attention, BufferedAttention):
             layers, functions = self.model_config.layers, row_functions(self.model_config)
             self.streaming = Streaming(self.planned.plan, layers, self.attention, functions)
         with torch.device("meta"):

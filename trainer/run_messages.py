@@ -17,9 +17,9 @@ from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.config.mixture import BLOCK, only_shards
 from ringspan.trainer.config.schema import Config, Model
 from ringspan.trainer.data.cache import Damaged
-from ringspan.trainer.data.dataset import Corpus, Dataset
+from ringspan.trainer.data.dataset import Corpus, Dataset, PackedCorpus
 from ringspan.trainer.data.tokenizer import Tokenizer
-from ringspan.trainer.evaluate import Report
+from ringspan.trainer.evaluation.held_out import Report
 from ringspan.trainer.monitoring import tracking
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.machines import Machine
@@ -53,7 +53,13 @@ def corpus_lines(config: Config, data: Dataset, held_out: Dataset) -> Iterator[s
         if isinstance(source, Corpus) and isinstance(test, Corpus):
             read = config.steps * config.data.batch * config.data.length * share / BLOCK
             sizes = f"{tracking.with_unit(len(source.stream))} tokens and {tracking.with_unit(len(test.stream))} held out"
-            yield f"{name}: {sizes}; {config.steps} steps read {tracking.with_unit(read)}"
+            packing = _packing(source) if isinstance(source, PackedCorpus) else ""
+            yield f"{name}: {sizes}; {config.steps} steps read {tracking.with_unit(read)}{packing}"
+
+
+def _packing(source: PackedCorpus) -> str:
+    best, stream = (f"{share:.1%} of the documents" for share in (source.bins.cut, source.bins.stream_cut))
+    return f"; best fit has {source.bins.padding:.1%} padding and cuts {best}, a stream has none and cuts {stream}"
 
 
 def resume_note(config: Config, step: int) -> str:

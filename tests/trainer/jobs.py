@@ -153,16 +153,6 @@ def send_signal(run: Any, number: int, step: int) -> None:
     run.report = report_and_signal
 
 
-def break_ring(run: Any) -> None:
-    """Replace the ring by local attention: each rank attends to its own keys only."""
-    from ringspan import Mask, attention
-
-    def local_attention(q: Any, k: Any, v: Any, mask: Mask, **options: Any) -> Any:
-        return attention(q, k, v, mask=Mask(causal=True))
-
-    run.model.attention = local_attention
-
-
 class FakeEngine:
     """A few weights with the engine methods that a save calls."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,27 @@ def test_logits_depend_only_on_distances_between_positions(kind: str) -> None:
     far = model.logits(tokens, positions + 4_000_000)
     torch.testing.assert_close(far, model.logits(tokens, positions), rtol=0, atol=1e-7)
     assert not torch.allclose(model.logits(tokens, positions * 2), far)
+
+
+def test_rope_of_full_layers_scales_those_without_a_window_only() -> None:
+    """A model of windows equals an unscaled one, a model of full layers a scaled one; mixed, each layer gets its own angles."""
+    shape = dict(vocabulary=64, layers=2, dim=32, heads=2, kv_heads=2, head_dim=16, mlp_dim=32)
+    tokens, positions = torch.randint(0, 64, (1, 100)), torch.arange(100)[None]
+
+    def logits(windows: list[int], **rope: Any) -> torch.Tensor:
+        return GPT(Model(windows=windows, **shape), Rope(**rope)).logits(tokens, positions)
+
+    yarn = dict(kind="yarn", factor=8.0, original_length=32)
+    assert torch.equal(logits([90], **yarn, layers="full"), logits([90]))
+    assert torch.equal(logits([0], **yarn, layers="full"), logits([0], **yarn))
+    mixed = logits([90, 0], **yarn, layers="full")
+    assert not any(torch.allclose(mixed, logits([90, 0], **other)) for other in ({}, yarn))
+    model, seen = GPT(Model(windows=[90, 0], **shape), Rope(**yarn, layers="full")), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[1]))
+    model.logits(tokens, positions)
+    assert torch.equal(seen[0][0], model.rotation(positions, scaled=False)[0])
+    assert torch.equal(seen[1][0], model.rotation(positions)[0]) and not torch.equal(seen[0][0], seen[1][0])
 
 
 def test_scaled_rope_divides_low_frequencies_by_the_factor_and_keeps_high_ones() -> None:

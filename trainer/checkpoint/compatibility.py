@@ -15,7 +15,7 @@ MODEL_FREE = ("name", "init_std", "dropout")  # they do not change what trained 
 TOKENIZER = ("kind", "begin", "end")
 SECTIONS = (  # (key of state.json, the options that it holds)
     ("model", "model."), ("rope", "rope."), ("tokenizer", "tokenizer."), ("length", "data.length"), ("data", "data.held_out"),
-    ("data", "data.sources"), ("data", "seed"),
+    ("data", "data.packing"), ("data", "data.sources"), ("data", "seed"),
 )  # fmt: skip
 WEIGHTS = ("model.", "rope.", "tokenizer.")  # of these options depends what weights mean; of the others, sample numbers
 
@@ -30,7 +30,8 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     described: dict[str, Any] = dict(model=asdict(model), rope=asdict(config.rope), tokenizer=asdict(config.tokenizer))
     described |= dict(length=config.data.length, tokens=only_shards(config.data) and config.tokenizer.kind == "bytes")
     sources = {name: {k: v for k, v in asdict(source).items() if k != "paths"} for name, source in config.data.sources.items()}
-    return described | dict(data=dict(sources=sources, held_out=config.data.held_out, seed=config.seed))
+    data = dict(sources=sources, held_out=config.data.held_out, packing=config.data.packing, seed=config.seed)
+    return described | dict(data=data)
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], weights_only: bool = False) -> dict[str, str]:
@@ -50,6 +51,23 @@ def differences(saved: dict[str, Any], current: dict[str, Any], weights_only: bo
         for key in sorted(old | new)
         if old.get(key) != new.get(key) and key.startswith(WEIGHTS if weights_only else ("",)) and key.startswith(tuple(known))
     }
+
+
+def unscaled_positions(saved: Any, config: Config) -> str:
+    """Return a warning if a run is longer than the one whose weights it takes, and no rope rule scales its positions; else "".
+
+    Args:
+        saved: `describe` of the run that made the weights.
+        config: this run's config.
+    """
+    trained, length = _mapping(saved).get("length"), config.data.length
+    scales = config.rope.kind != "base" or config.model.positions != "rope"
+    if type(trained) is not int or not 0 < trained < length or scales:
+        return ""
+    return (
+        f"it was trained at {trained} tokens, and rope.kind=base scales no positions for data.length={length}; "
+        f"rope=yarn rope.factor={-(-length // trained)} rope.original_length={trained} checkpoint.changed=[rope] does"
+    )
 
 
 def is_accepted(key: str, changed: list[str]) -> bool:
@@ -84,6 +102,7 @@ def _options(described: dict[str, Any]) -> dict[str, Any]:
         options["data.length"] = described["length"]
     if data:
         options |= {"data.held_out": data.get("held_out"), "seed": data.get("seed")}
+        options["data.packing"] = data.get("packing", "stream")
         for name, source in _mapping(data.get("sources")).items():
             values = asdict(Source()) | _mapping(source)
             options |= {f"data.sources.{name}.{key}": value for key, value in values.items() if key != "paths"}

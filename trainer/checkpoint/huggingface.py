@@ -220,8 +220,9 @@ def family_of(model: Model, rope: Rope) -> str:
 
 
 def export(
-    path: Path, weights: Mapping[str, Callable[[], Tensor]], model: Model, rope: Rope, length: int, end: int | None = None
-) -> None:
+    path: Path, weights: Mapping[str, Callable[[], Tensor]], model: Model, rope: Rope, length: int, end: int | None = None,
+    shard: int = 0,
+) -> None:  # fmt: skip
     """Write a folder that transformers loads. Weights are read one by one and kept until their file is full.
 
     Args:
@@ -230,6 +231,7 @@ def export(
         model, rope: the model.
         length: context length, for config.json.
         end: id of the end token.
+        shard: bytes of a file, unless one tensor has more; 0: SHARD.
     Raises:
         ValueError: no family can hold the model.
     """
@@ -257,11 +259,10 @@ def export(
         buffer.clear()
 
     for name, tensor in tensors():
-        size = tensor.numel() * tensor.itemsize
-        if buffer and sum(x.numel() * x.itemsize for x in buffer.values()) + size > SHARD:
+        if buffer and sum(x.nbytes for x in buffer.values()) + tensor.nbytes > (shard or SHARD):
             flush()
         buffer[name] = tensor
-        total += size
+        total += tensor.nbytes
     flush()
     if len(shards) == 1:
         shards[0][0].rename(path / "model.safetensors")

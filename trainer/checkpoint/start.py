@@ -69,6 +69,9 @@ class StartFinder:
         if problems := verify(Path(own), self.distributed):
             raise ConfigError(f"init_from={init_from}: {own} is damaged: {'; '.join(problems)}; take another checkpoint")
         start = self._open(Path(own), optimizer="")
+        if start.source and self.distributed.rank == 0:
+            warning = compatibility.unscaled_positions(start.source.state.get("model"), self.config)
+            print(*[f"init_from={init_from}: {warning}"] * bool(warning), sep="", end="\n" * bool(warning), flush=True)
         return Start(start.values, None, start.accepted)
 
     def _find_checkpoint(self) -> Path | None:

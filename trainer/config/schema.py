@@ -67,6 +67,9 @@ class Rope:
     beta_fast: float = option(32.0, "yarn: pairs with more rotations than this over original_length stay unscaled", above=0)
     beta_slow: float = option(1.0, "yarn: pairs with fewer rotations than this are fully interpolated", above=0)
     attention_factor: float = option(0.0, "yarn: scale of cos and sin; 0: 0.1 · ln(factor) + 1", least=0)
+    layers: str = option(
+        "all", "layers whose frequencies are scaled; full: only those without a window, as OLMo 3", choices=("all", "full")
+    )
     low_freq_factor: float = option(
         1.0, "llama3: pairs with fewer rotations than this over original_length are interpolated", above=0
     )
@@ -89,8 +92,9 @@ class Source:
 
     kind: str = option(
         "stdlib",
-        "stdlib: source code of Python's standard library; recall, passkey: synthetic tasks",
-        choices=("stdlib", "text", "tokens", "recall", "passkey"),
+        "stdlib: source code of Python's standard library; packages: of installed packages too, as long documents; "
+        "recall, passkey, needles: synthetic tasks",
+        choices=("stdlib", "packages", "text", "tokens", "recall", "passkey", "needles"),
     )
     weight: float = option(1.0, "share of the sequences, relative to the weights of the other sources", least=0)
     paths: list[str] = option([], "text: files, folders, globs or .jsonl; tokens: shards of uint16 or uint32")
@@ -104,7 +108,12 @@ class Source:
         0.06, "recall: share of tokens that are facts, all in the first quarter; 0: one fact per key", least=0
     )
     questions: float = option(0.25, "recall: share of tokens that are questions", above=0)
-    digits: int = option(5, "passkey: digits of the hidden number", least=1)
+    digits: int = option(5, "passkey, needles: digits of a hidden number", least=1)
+    families: list[str] = option(
+        ["single", "multi_key", "multi_value", "multi_query", "variables", "two_facts"],
+        "needles: families to draw from, with equal shares",
+    )
+    num_questions: int = option(16, "needles: questions per sequence", least=1)
 
 
 @dataclass
@@ -118,6 +127,11 @@ class Data:
     )
     sources: dict[str, Source] = field(
         default_factory=dict, metadata=dict(help="name: {kind: …, weight: …} of each source of the mixture")
+    )
+    packing: str = option(
+        "stream",
+        "stream: windows of one stream of documents, no padding; best_fit: windows of whole documents, few cuts, some padding",
+        choices=("stream", "best_fit"),
     )
     held_out: float = option(0.05, "share of a corpus held out from training, at most 16M tokens", above=0)
     cache: str = option("~/.cache/ringspan", "cache folder for tokenized text; the first run of a corpus tokenizes it")
@@ -243,6 +257,9 @@ class Debug:
     profile: list[int] = option([], "steps to trace with torch.profiler, into the run's folder")
     memory: list[int] = option([], "steps after which a GPU memory snapshot is written (for pytorch.org/memory_viz)")
     bad_steps: int = option(5, "consecutive steps with non-finite gradients, or without labels, before the run stops", least=1)
+    cut_ring: bool = option(
+        False, "control: each rank attends to its own contiguous shard only, so that what another rank holds is not used"
+    )
     warm_up: int = option(0, "tokens of a forward and backward before step 1, to compile and load kernels; 0: none", least=0)
     watchdog: float = option(300.0, "seconds without progress before the watchdog names the late rank; 0: off", least=0)
 
@@ -325,3 +342,13 @@ class Export:
     checkpoint: str = option("", "folder of a checkpoint, or of a run: its newest checkpoint")
     to: str = option("", "folder to write, in the format of Hugging Face")
     dtype: str = option("bf16", "dtype of the weights", choices=("bf16", "fp32"))
+    max_file_mib: int = option(0, "largest file in MiB, unless one tensor is larger; 0: 4096", least=0)
+
+
+@dataclass
+class TrainTokenizer:
+    """`ringspan tokenizer to=… size=…`"""
+
+    to: str = option("", "folder to write, with a tokenizer.json")
+    size: int = option(4096, "tokens, with 256 bytes and the end of a document", least=257)
+    paths: list[str] = option([], "files, folders or globs; empty: the packages of data=packages")

@@ -23,6 +23,7 @@ USED_ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("model.positions", ("rope",), ("rope.base",)),
     ("model.positions", ("learned",), ("model.max_positions",)),
     ("rope.kind", ("yarn", "llama3"), ("rope.original_length",)),
+    ("rope.kind", ("linear", "ntk", "yarn", "llama3"), ("rope.layers",)),
     ("rope.kind", ("yarn",), ("rope.beta_fast", "rope.beta_slow", "rope.attention_factor")),
     ("rope.kind", ("llama3",), ("rope.low_freq_factor", "rope.high_freq_factor")),
     ("tokenizer.kind", ("hf", "tiktoken"), ("tokenizer.path", "tokenizer.begin", "tokenizer.end")),
@@ -40,7 +41,8 @@ USED_ONLY_BY_SOURCES = (
     ("kind", ("text",), ("text_key",)),
     ("kind", ("tokens",), ("dtype", "end_token", "header")),
     ("kind", ("recall",), ("keys", "values", "facts", "questions")),
-    ("kind", ("passkey",), ("digits",)),
+    ("kind", ("passkey", "needles"), ("digits",)),
+    ("kind", ("needles",), ("families", "num_questions")),
 )
 
 
@@ -171,6 +173,11 @@ def _model(config: Config) -> Iterator[str]:
     yield from validate_shape(model)
     if model.positions == "learned" and config.rope.kind != "base":
         yield f"rope.kind={config.rope.kind}: model.positions=learned has no rotary positions to scale; use rope=base"
+    if config.rope.layers == "full" and not (any(model.windows) and 0 in model.windows):
+        yield (
+            f"rope.layers=full, model.windows={model.windows}: it tells layers with a window from those without, and the "
+            "model does not have both; use rope.layers=all"
+        )
     if model.positions == "learned" and 0 < model.max_positions < config.data.length:
         yield f"model.max_positions={model.max_positions}: data.length={config.data.length} needs as many rows; 0 sets them"
 
@@ -188,7 +195,7 @@ def validate_rope(rope: Rope) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     data, tokenizer = config.data, config.tokenizer
     if not data.sources:
-        yield "data.sources: there is none; choose data=mix, stdlib, recall, passkey, text or tokens"
+        yield "data.sources: there is none; choose data=mix, stdlib, packages, recall, passkey, needles, text or tokens"
     elif not sum(source.weight for source in data.sources.values()):
         yield "data.sources: every weight is 0; set one above 0"
     else:
@@ -197,7 +204,7 @@ def _data(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     for name, source in data.sources.items():
-        if source.kind in ("stdlib", "recall", "passkey") and source.paths:
+        if source.kind not in ("text", "tokens") and source.paths:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; use kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: token shards do not store the vocabulary size; set model.vocabulary"
@@ -238,6 +245,12 @@ def _mesh(config: Config) -> Iterator[str]:
         yield f"parallel.layout=striped, parallel.ulysses={parallel.ulysses}: striped does not support ulysses; use zigzag"
     if heads % parallel.ulysses:
         yield f"parallel.ulysses={parallel.ulysses}, model.heads={heads}: it splits the heads, so it must divide model.heads"
+    if config.debug.cut_ring and (parallel.layout != "contiguous" or parallel.ulysses > 1 or config.engine.memory != "none"):
+        yield (
+            f"debug.cut_ring=true, parallel.layout={parallel.layout}, parallel.ulysses={parallel.ulysses}, "
+            f"engine.memory={config.engine.memory}: each rank attends to its own range of tokens, without a memory plan; "
+            "use parallel.layout=contiguous, parallel.ulysses=1 and engine.memory=none"
+        )
     if parallel.device == "cuda" and not has_gpu():
         yield "parallel.device=cuda: this machine has no GPU; use auto or cpu"
     if parallel.attention in ("triton", "hopper") and not on_gpu(config):

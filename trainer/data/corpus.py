@@ -42,6 +42,7 @@ class TokenStream:
         first, last: range of the stream; all tokens by default.
         vocabulary: exclusive bound of the ids; 0: not checked.
         cached: checksums, whose first files are the shards.
+        held_out_from: position of the first held-out token, at a document's beginning; None: `subset` chooses it.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class TokenStream:
         last: int | None = None,
         vocabulary: int = 0,
         cached: CachedFolder | None = None,
+        held_out_from: int | None = None,
     ) -> None:
-        self.shards, self.ends, self.first = shards, ends, first
+        self.shards, self.ends, self.first, self.held_out_from = shards, ends, first, held_out_from
         self.vocabulary, self.cached = vocabulary, cached
         self.begins = np.cumsum([0, *(len(shard) for shard in shards)])
         self.last = int(self.begins[-1]) if last is None else last
@@ -75,6 +77,7 @@ class TokenStream:
         index = int(np.searchsorted(self.ends, cut))
         nearby = [int(end) + 1 for end in self.ends[max(index - 1, 0) : index + 1]]
         cut = min((end for end in nearby if abs(end - cut) <= num // 2), key=lambda end: abs(end - cut), default=cut)
+        cut = cut if self.held_out_from is None else self.held_out_from
         if cut < self.first + 2:
             raise ValueError(f"data.held_out={share} leaves nothing of {len(self)} tokens to train on; add text")
         first, last = (cut, self.last) if held_out else (self.first, cut)
@@ -220,7 +223,7 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
     dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
     folder = open_cached(
         cache,
-        ["text", tokenizer.fingerprint, source.text_key, _file_signatures(files)],
+        ["text", tokenizer.fingerprint, source.text_key, file_signatures(files)],
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
         full,
     )
@@ -232,7 +235,7 @@ def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype
     """Write tokens.bin and ends.npy in two passes: hash and locate every document, then tokenize in the order of the hashes."""
     locations: dict[bytes, tuple[Path, int, int]] = {}
     for file in files:
-        with _naming(file):
+        with naming(file):
             total, num_bytes = hashlib.blake2b(digest_size=16), 0
             for begin, size, text in _documents(file, source.text_key):
                 digest = hashlib.blake2b(text, digest_size=16).digest()
@@ -256,7 +259,7 @@ def _tokenize(files: Sequence[Path], source: Source, tokenizer: Tokenizer, dtype
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
     """Name the file in an OSError, which has no filename once the file is open."""
     try:
         yield
@@ -289,7 +292,7 @@ def _line_text(line: bytes, text_key: str, location: str) -> bytes:
 
 
 def _read(file: Path, begin: int, size: int, text_key: str) -> bytes:
-    with _naming(file), file.open("rb") as data:
+    with naming(file), file.open("rb") as data:
         data.seek(begin)
         text = data.read(size)
     return _line_text(text, text_key, str(file)) if file.suffix == ".jsonl" else text
@@ -339,12 +342,12 @@ def _token_shards(source: Source, vocabulary: int, cache: str, full: bool) -> To
         with new.open("ends.npy") as out:
             np.save(out, np.concatenate(ends))
 
-    key = ["tokens", source.dtype, source.header, source.end_token, vocabulary, _file_signatures(files)]
+    key = ["tokens", source.dtype, source.header, source.end_token, vocabulary, file_signatures(files)]
     folder = open_cached(cache, key, index, full)
     return TokenStream(shards, np.load(folder.path / "ends.npy", mmap_mode="r"), vocabulary=vocabulary, cached=folder)
 
 
-def _file_signatures(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+def file_signatures(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Path, size and modification time of each file: cheap enough for every rank of every start and thousands of files."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]

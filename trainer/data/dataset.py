@@ -5,9 +5,9 @@
 The number and the seed alone determine a sample, so there is no state to save. Any number of ranks sees the same samples, and a
 resumed run continues with the next number. Every block of 1000 samples holds each source exactly in proportion to its weight.
 
-Documents are packed. The label of a token is the next token of its document; the last token of a document has none. Labels are
-made before a window is sharded, and the label of its last token is the token after the window. A document that a window cuts
-becomes two documents: positions restart at 0.
+Documents are packed, one after another in the stream or by best fit (packing.py). The label of a token is the next token of its
+document; the last token of a document has none. Labels are made before a window is sharded, and the label of its last token is
+the token after the window. A document that a window cuts becomes two documents: positions restart at 0.
 
 A rank passes the positions that it owns and gets only their tokens. Every rank gets all document ids, because masks need them.
 Every rank also reads the same few tokens of each sample; their checksum shows whether the ranks of a ring read the same text.
@@ -29,6 +29,9 @@ from ringspan.trainer.config.mixture import BLOCK, shares
 from ringspan.trainer.data import tokenizer as tokenizers
 from ringspan.trainer.data.cache import Damaged
 from ringspan.trainer.data.corpus import NO_LABEL, TokenStream, open_source
+from ringspan.trainer.data.needles import Needles
+from ringspan.trainer.data.packages import open_packages
+from ringspan.trainer.data.packing import NO_TOKEN, best_fit
 from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Recall
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
@@ -91,6 +94,10 @@ class Corpus:
         offset = stable_hash(self.seed, "offset", epoch) % len(self.stream)
         return offset + permute(index, self.num_windows, self.seed, epoch) * self.length
 
+    def positions(self, number: int) -> np.ndarray:
+        """Return the positions in the stream of a window's tokens."""
+        return self.start(number) + np.arange(self.length)
+
     def window(self, number: int, positions: np.ndarray) -> Window:
         """Return a window by number, at positions (n,)."""
         start = self.start(number)
@@ -99,10 +106,37 @@ class Corpus:
         return Window(tokens, labels, self.stream.lengths(start, self.length))
 
 
+class PackedCorpus(Corpus):
+    """Windows of whole documents as far as they fit. Each epoch permutes the same windows."""
+
+    def __init__(self, stream: TokenStream, length: int, seed: int) -> None:
+        super().__init__(stream, length, seed)
+        self.bins = best_fit(stream.lengths(0, len(stream)), length)
+        self.num_windows = len(self.bins)
+
+    def positions(self, number: int) -> np.ndarray:
+        positions, _ = self._bin(number)
+        return positions[positions != NO_TOKEN]
+
+    def window(self, number: int, positions: np.ndarray) -> Window:
+        """Return a window by number, at positions (n,). Padding has token 0 and no label."""
+        all_positions, lengths = self._bin(number)
+        chosen = all_positions[positions]
+        padding = chosen == NO_TOKEN
+        tokens, labels = self.stream.read(chosen), self.stream.read(chosen + 1)
+        labels[self.stream.is_end(chosen) | padding] = NO_LABEL
+        tokens[padding] = 0
+        return Window(tokens, labels, lengths)
+
+    def _bin(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        epoch, index = divmod(number, self.num_windows)
+        return self.bins.window(permute(index, self.num_windows, self.seed, epoch))
+
+
 class Synthetic:
     """Windows of a synthetic task."""
 
-    def __init__(self, task: Recall | Passkey, seed: int) -> None:
+    def __init__(self, task: Recall | Passkey | Needles, seed: int) -> None:
         self.task, self.seed = task, seed
 
     def window(self, number: int, positions: np.ndarray) -> Window:
@@ -159,9 +193,18 @@ class Dataset:
                 )
             if source.kind == "passkey":
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
+            if source.kind == "needles":
+                shape = source.families, source.num_questions, source.digits
+                return Synthetic(Needles(tokenizer, self.length, *shape, evaluation=part == "held_out"), seed)
             if name not in self.opened:
-                self.opened[name] = open_source(source, tokenizer, vocabulary, options.cache, options.verify == "full")
-            return Corpus(self.opened[name].subset(part == "held_out", options.held_out), self.length, seed)
+                full = options.verify == "full"
+                self.opened[name] = (
+                    open_packages(tokenizer, options.cache, full)
+                    if source.kind == "packages"
+                    else open_source(source, tokenizer, vocabulary, options.cache, full)
+                )
+            kind = PackedCorpus if options.packing == "best_fit" else Corpus
+            return kind(self.opened[name].subset(part == "held_out", options.held_out), self.length, seed)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.sources.{name}: {error}") from None
 
@@ -181,7 +224,7 @@ class Dataset:
         source, text = self.sources[index], f"data.sources.{self.names[index]}"
         if not isinstance(source, Corpus):
             return text
-        positions = source.start(number) + np.arange(self.length)
+        positions = source.positions(number)
         text += f", {', '.join(source.stream.files(positions))}"
         try:
             source.stream.verify(positions)

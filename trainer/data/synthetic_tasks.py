@@ -34,6 +34,8 @@ class Answers(NamedTuple):
     fact: np.ndarray  # (num,): position of the last token of the fact
     length: np.ndarray  # (num,): length of the document
     depth: np.ndarray  # (num,): share of the document before the fact
+    family: np.ndarray | None = None  # needles, (num,): index of the family
+    chance: np.ndarray | None = None  # needles, (num,): probability that a guess among the stated values is right
 
     @property
     def distance(self) -> np.ndarray:

@@ -139,7 +139,8 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     if engine.zero and not in_place:
         always["gradient buckets"] = engine.bucket_mb * 2**20 * (2 if engine.zero > 1 else 1)
 
-    always["rotary angles, tokens"] = n * (4 * width + 8 * 4)
+    rotations = 2 if config.rope.layers == "full" else 1  # of layers with scaled frequencies, and of those without
+    always["rotary angles, tokens"] = n * (4 * width * rotations + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of a ring's rank, whose rows are ulysses times as many
     doubling = config.parallel.layout != "striped"  # layouts whose steps may take several blocks
     group_heads = math.lcm(plan.heads, ulysses) // ulysses if plan.heads else kv_heads

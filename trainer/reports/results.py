@@ -31,6 +31,7 @@ from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.evaluation import recorded
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.monitoring.tracking import duration, with_unit
@@ -320,11 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
     parser.add_argument(
-        "--plot",
-        nargs="?",
-        const="",
-        metavar="PNG",
-        help="plot the loss curves (default: loss-DEVICE.png in the folder of the first run)",
+        "--plot", nargs="?", const="", metavar="PNG", help="plot losses (default loss-DEVICE.png next to the runs) and suites"
     )
     return parser
 
@@ -363,7 +360,9 @@ def main(argv: list[str] | None = None) -> int:
         rows = [measure(run, args.skip) for run in runs]
         differences, device = loss_differences(runs), slug(devices[0])
         text = [devices[0], *map(report, rows), *[options_table(runs)] * (len(runs) > 1)]
-        text += [*[report_differences(differences)] * bool(differences), *["\n".join(skipped)] * bool(skipped)]
+        suites = [suite for run in runs for suite in recorded.read(run.folder)]
+        text += [*[report_differences(differences)] * bool(differences), *map(recorded.text, suites)]
+        text += ["\n".join(skipped)] * bool(skipped)
     print(*text, sep="\n\n")
     path = args.json
     if path is None and args.save is not None:
@@ -379,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
         about = runs[0].config
         title = f"{about.model.name}, {about.data.length:,} tokens, {devices[0]}"
         draw(pyplot(), curves(runs), differences, title, picture)
-        print(f"\nplotted: {picture}")
+        print(f"\nplotted: {picture}", *recorded.draw_all(pyplot(), suites, picture.parent), sep="\n")
     if path is not None:
         flags = ["--save", *([args.save] if args.save else [])] * (args.save is not None) + ["--plot"] * (picture is not None)
         command = shlex.join([*PROGRAM.split(), *(f"runs/{run.name}" for run in runs), "--skip", str(args.skip), *flags])

@@ -134,6 +134,9 @@ def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, monkeyp
     (tmp_path / files[1]).unlink()
     with pytest.raises(ValueError, match=f"lacks {files[1]}"):
         load(tmp_path)
+    readers = {name: (lambda weight=weight: weight.detach()) for name, weight in gpt.named_parameters()}
+    huggingface.export(tmp_path / "small", readers, gpt.config, gpt.rope, 64, shard=20_000)
+    assert len(list((tmp_path / "small").glob("*.safetensors"))) > len(files)
 
 
 def test_another_shape_is_rejected_with_every_difference(tmp_path: Path) -> None:

@@ -87,6 +87,20 @@ def test_init_from_a_checkpoint_of_ours_takes_weights_alone(tmp_path: Path) -> N
         Beginning(tmp_path, "name=second", f"init_from={first.folder}", *own).find()
 
 
+def test_a_longer_run_without_a_rope_rule_is_warned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Beginning(tmp_path, "name=first", "data.length=64").save(1)
+    changes = f"init_from={first.folder}", "data.length=200"
+    yarn = "rope.kind=yarn", "rope.factor=4", "rope.original_length=64", "checkpoint.changed=[rope]"
+    Beginning(tmp_path, "name=second", *changes).find()
+    assert "trained at 64 tokens, and rope.kind=base scales no positions for data.length=200; " in (
+        out := capsys.readouterr().out
+    )
+    assert "rope=yarn rope.factor=4 rope.original_length=64 checkpoint.changed=[rope] does" in out
+    for other in ((f"init_from={first.folder}", "data.length=64"), (*changes, *yarn)):
+        Beginning(tmp_path, "name=second", *other).find()
+        assert "scales no positions" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("lost", ["manifests", "mount"])
 def test_no_whole_checkpoint_is_code_3_with_the_ways_on(tmp_path: Path, lost: str) -> None:
     run = Beginning(tmp_path, "name=run").save(5, 6)

@@ -28,7 +28,11 @@ IGNORED: list[tuple[list[str], list[str]]] = [
     (["engine.prefetch_mb=64"], ["only engine.zero=3"]),
     (["evaluate=often", "evaluate.batches=0"], ["evaluate.every=100, evaluate.batches=0: only evaluate.batches above 0"]),
     (["evaluate.sample=0", "evaluate.temperature=1"], ["evaluate.temperature=1.0, evaluate.sample=0"]),
-    (["data.sources.recall.digits=3"], ["data.sources.recall.digits=3", "only data.sources.recall.kind=passkey"]),
+    (["data.sources.recall.digits=3"], ["data.sources.recall.digits=3", "only data.sources.recall.kind=passkey or needles"]),
+    (["data.sources.recall.num_questions=3"], ["only data.sources.recall.kind=needles", "recall.num_questions=16"]),
+    (["rope.layers=full"], ["rope.layers=full, rope.kind=base: only rope.kind=linear or ntk or yarn or llama3"]),
+    (["rope=yarn", "rope.layers=full"], ["rope.layers=full, model.windows=[]", "use rope.layers=all"]),
+    (["debug.cut_ring=true"], ["debug.cut_ring=true, parallel.layout=zigzag", "engine.memory=none"]),
     (["data.sources.stdlib.keys=3"], ["data.sources.stdlib.keys=3", "leave data.sources.stdlib.keys=8"]),
     (["data.sources.stdlib.dtype=uint32"], ["only data.sources.stdlib.kind=tokens"]),
     (["data.sources.stdlib.text_key=body"], ["only data.sources.stdlib.kind=text"]),
@@ -51,6 +55,9 @@ def test_options_that_are_used_or_have_their_default_are_accepted() -> None:
         ["tracking=offline", "tracking.project=mine", "tracking.entity=us", "tracking.tags=[a]"],
         ["tracking=wandb", "tracking.init_timeout=5"],
         ["data=passkey", "data.sources.passkey.digits=3"],
+        ["data=needles", "data.sources.needles.digits=3", "data.sources.needles.families=[single]"],
+        ["rope=yarn", "rope.layers=full", "model.windows=[64,0]"],
+        ["debug.cut_ring=true", "parallel.layout=contiguous", "engine.memory=none"],
     ):
         assert compose.load(options, world_size=1)
 

@@ -110,7 +110,7 @@ def test_full_cache_and_unreadable_file_are_named(tmp_path: Path, monkeypatch: p
         change.setattr(np, "save", full)
         Dataset(data_options(tmp_path), BYTES, seed=0)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-    monkeypatch.setattr(corpus, "_file_signatures", unreadable)
+    monkeypatch.setattr(corpus, "file_signatures", unreadable)
     with pytest.raises(ValueError, match=r"data.sources.text: .*Permission denied: '.*\.txt'"):
         Dataset(data_options(tmp_path), BYTES, seed=0)
 

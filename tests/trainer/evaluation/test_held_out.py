@@ -1,6 +1,5 @@
 """Evaluation: its numbers equal a direct count over full windows, for any split into ranks."""
 
-import runpy
 from functools import partial
 from pathlib import Path
 
@@ -9,14 +8,15 @@ import pytest
 import torch
 
 from ringspan import Layout
-from ringspan.trainer import evaluate as module
 from ringspan.trainer.config.schema import Config, Data, Evaluate, Model, Source, TokenizerOptions
 from ringspan.trainer.data import tokenizer
 from ringspan.trainer.data.dataset import Dataset
-from ringspan.trainer.evaluate import Table, bar, evaluate, position_edges
+from ringspan.trainer.evaluation import held_out as module
+from ringspan.trainer.evaluation.held_out import Table, bar, evaluate, position_edges
 from ringspan.trainer.model import GPT
 
 LENGTH = 512
+CPU = torch.device("cpu")
 BYTES = tokenizer.load(TokenizerOptions())
 
 
@@ -148,6 +148,15 @@ def test_far_counts_facts_beyond_one_ranks_tokens(config: Config, held_out: Data
     assert report.far["recall"] == 0.0
 
 
+def test_needles_by_family_and_depth(config: Config) -> None:
+    source = Source(kind="needles", families=["single", "variables"], num_questions=3)
+    config.data.length, config.data.sources = 1024, {"needles": source}
+    report = evaluate(Oracle(all_right), Dataset(config.data, BYTES, 0, "held_out"), config, torch.arange(1024), CPU)
+    assert report.tables[0].title == "needles: right by family and depth" and report.chance == {"needles": pytest.approx(1 / 3)}
+    assert set(report.tables[0].means) == {1.0} and sum(report.tables[0].counts) == 9 * 3
+    assert {label.split()[0] for label in report.tables[0].labels} == {"single", "variables"}
+
+
 def test_bars_and_tables_are_plain_text(config: Config, held_out: Dataset) -> None:
     assert bar(1) == "█" * module.WIDTH and bar(0) == "" and bar(0.5 + 1 / 320) == "█" * 20 + "▏"
     text = Table("loss", ["0", "1-9"], [4.0, 2.0], [1, 9]).text()
@@ -164,11 +173,3 @@ def test_bars_and_tables_are_plain_text(config: Config, held_out: Dataset) -> No
 def test_position_bins_cover_the_length_and_grow(length: int) -> None:
     edges = position_edges(length, 16)
     assert edges[0] == 0 and edges[-1] < length and len(edges) <= 16 and (np.diff(edges) > 0).all()
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_command_explains_how_to_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_module("ringspan.trainer.evaluate", run_name="__main__")
-    captured = capsys.readouterr()
-    assert stop.value.code == 2 and not captured.out and "ringspan launch name=" in captured.err

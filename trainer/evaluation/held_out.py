@@ -4,17 +4,16 @@
 - Recall by distance: the share of right answers about a fact that is a given number of tokens away. `far` counts the
   questions whose fact is further away than one rank's tokens; only the ring can answer them. This holds for a contiguous
   layout; zigzag assigns two ranges to a rank.
-- Passkey by depth and length of the text.
+- Passkey by depth and length of the text, needles by family and depth.
 
 The windows are the same at every evaluation, for any number of ranks and for any seed of the run. Every rank runs the same
 number of forwards and takes part in one all-reduce at the end, after which all ranks have the same numbers.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +21,15 @@ from torch import Tensor
 
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.data.dataset import NO_LABEL, Dataset, Synthetic
-from ringspan.trainer.data.synthetic_tasks import Recall
+from ringspan.trainer.data.needles import Needles
+from ringspan.trainer.data.synthetic_tasks import Answers, Recall
 
 WIDTH = 40  # characters of the longest bar
 FEW = 10  # below this number of answers a share is marked as uncertain
-DISTANCES, DEPTHS = 8, 4  # bins of recall's distance and of passkey's depth
+DISTANCES, DEPTHS = 8, 4  # bins of recall's distance, and of the depth of passkey and needles
+DEPTH_LABELS = [f"{i / DEPTHS:.0%}-{(i + 1) / DEPTHS:.0%}" for i in range(DEPTHS)]
+
+WindowKey = tuple[int, int]  # source index, window number
 
 
 @dataclass
@@ -78,6 +81,14 @@ class Report:
         return values
 
 
+class MeasuredWindows(NamedTuple):
+    """Sums over all ranks of some windows."""
+
+    by_position: np.ndarray  # (sources, bins, 2): loss and labels
+    answers: dict[WindowKey, Answers]
+    right: np.ndarray  # bool: one per answer, in the order of `answers`
+
+
 def evaluate(
     forward: Callable[..., tuple[Tensor, ...]],
     data: Dataset,
@@ -92,9 +103,41 @@ def evaluate(
     """Evaluate a model on held-out windows.
 
     Args:
+        forward, data, positions, device, data_rank, data_size, reduce, on_batch: as for `measure`.
+        config: `data` and `evaluate` are read.
+
+    Returns:
+        The report, equal on all ranks.
+    """
+    per_source = max(1, config.evaluate.batches * config.data.batch // len(data.names))
+    windows = [(source, number) for number in range(per_source) for source in range(len(data.names))]
+    edges = position_edges(data.length, config.evaluate.bins)
+    ranks = data_rank, data_size, reduce, on_batch
+    sums = measure(forward, data, windows, config.data.micro_batch, edges, positions, device, *ranks)
+    return _report(data, sums.by_position, edges, sums.answers, sums.right, len(positions))
+
+
+def measure(
+    forward: Callable[..., tuple[Tensor, ...]],
+    data: Dataset,
+    windows: list[WindowKey],
+    micro_batch: int,
+    edges: np.ndarray,
+    positions: Tensor,
+    device: torch.device,
+    data_rank: int = 0,
+    data_size: int = 1,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+    on_batch: Callable[[int], Any] = lambda number: None,
+) -> MeasuredWindows:
+    """Sum losses by position, and find the right answers. An answer is right if each of its tokens is the most likely one.
+
+    Args:
         forward: the model's forward; all ranks of a ring call it together.
         data: the held-out part.
-        config: `data` and `evaluate` are read.
+        windows: windows to measure.
+        micro_batch: windows per forward.
+        edges: first position of each bin.
         positions: int64 (n,), positions of a window that this rank owns.
         device: device of the forward.
         data_rank: this rank's index along the data axis.
@@ -103,22 +146,19 @@ def evaluate(
         on_batch: called with the number of each micro-batch before its forward.
 
     Returns:
-        The report, equal on all ranks.
+        The sums, equal on all ranks.
     """
-    per_source = max(1, config.evaluate.batches * config.data.batch // len(data.names))
-    windows = [(source, number) for number in range(per_source) for source in range(len(data.names))]
     answers = {window: task.answers(window[1]) for window in windows if isinstance(task := data.sources[window[0]], Synthetic)}
     begins = dict(zip(answers, np.cumsum([0, *(len(answer.positions) for answer in answers.values())]), strict=False))
-    edges = position_edges(data.length, config.evaluate.bins)
-    by_position = np.zeros((len(data.names), len(edges), 2))  # loss and labels
+    by_position = np.zeros((len(data.names), len(edges), 2))
     wrong = np.zeros(sum(len(answer.positions) for answer in answers.values()))  # wrong tokens of each answer
     local = np.full(data.length, -1)  # index on this rank of each position of the window
     owned = positions.cpu().numpy()
     local[owned[owned < data.length]] = np.flatnonzero(owned < data.length)
 
-    for number, chunk in enumerate(_micro_batches(windows, config.data.micro_batch, data_rank, data_size)):
+    for number, chunk in enumerate(_micro_batches(windows, micro_batch, data_rank, data_size)):
         on_batch(number)
-        batch = data.windows([window or (0, 0) for window in chunk], positions)
+        batch = data.windows([window or windows[0] for window in chunk], positions)
         batch.labels[[window is None for window in chunk]] = NO_LABEL
         with torch.no_grad():
             _, _, each, right = forward(*batch.to(device).inputs, each=True)
@@ -136,8 +176,8 @@ def evaluate(
                 wrong[begin : begin + len(indices)] += ((indices >= 0) & ~hits[row][indices]).sum(1)
 
     sums = reduce(torch.from_numpy(np.concatenate([by_position.ravel(), wrong])).to(device)).cpu().numpy()
-    by_position = sums[: by_position.size].reshape(by_position.shape)
-    return _report(data, by_position, edges, answers, sums[by_position.size :] == 0, len(owned))
+    size = by_position.size
+    return MeasuredWindows(sums[:size].reshape(by_position.shape), answers, sums[size:] == 0)
 
 
 def _report(
@@ -169,11 +209,16 @@ def _report(
             steps = [data.length * i // DISTANCES for i in range(DISTANCES + 1)]
             labels = [_span(max(lo, 1), hi) for lo, hi in itertools.pairwise(steps)]
             title, chance = f"{name}: right by distance", report.chance[name]
+        elif isinstance(source.task, Needles):
+            family = np.concatenate([answer.family for answer in own_answers])
+            report.chance[name] = float(np.concatenate([answer.chance for answer in own_answers]).mean())
+            bins = family * DEPTHS + np.minimum((depth * DEPTHS).astype(int), DEPTHS - 1)
+            labels = [f"{kind} at {share}" for kind in source.task.families for share in DEPTH_LABELS]
+            title, chance = f"{name}: right by family and depth", report.chance[name]
         else:
             sizes = np.unique(length)
             bins = np.searchsorted(sizes, length) * DEPTHS + np.minimum((depth * DEPTHS).astype(int), DEPTHS - 1)
-            shares = [f"{i / DEPTHS:.0%}-{(i + 1) / DEPTHS:.0%}" for i in range(DEPTHS)]
-            labels = [f"{_short(size)} at {share}" for size in sizes for share in shares]
+            labels = [f"{_short(size)} at {share}" for size in sizes for share in DEPTH_LABELS]
             title, chance = f"{name}: right by length and depth", 0.0
         hits, counts = np.bincount(bins, ok, len(labels)), np.bincount(bins, minlength=len(labels))
         report.tables.append(_table(title, labels, hits, counts, chance))
@@ -210,17 +255,3 @@ def _span(lo: int, hi: int) -> str:
 
 def _short(num: int) -> str:
     return f"{num}" if num < 10_000 else f"{num / 1000:.0f}k" if num < 10_000_000 else f"{num / 1e6:.0f}M"
-
-
-def main() -> None:
-    """Explain that evaluation is part of a run, which has the ring and the held-out data."""
-    print(
-        "python -m ringspan.trainer.evaluate: a run evaluates itself, every evaluate.every steps and at its end. To print the "
-        "report again, repeat the command of a finished run that has a name: ringspan launch name=… only reports.",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,125 @@
+"""Needle tasks: each answer follows from the facts before it; evaluation and training share neither keys nor templates."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ringspan.trainer.config.schema import Data, Source
+from ringspan.trainer.data.dataset import Dataset, Synthetic
+from ringspan.trainer.data.needles import EVALUATION, FAMILIES, TRAINING, Needles
+from tests.trainer.data.helpers import BYTES, BytesWithBegin
+
+LENGTH = 8192
+TEXT = r" ([a-z]{6})\b"
+PARTS = ("train", "held_out")
+
+
+def source(family: str, part: str = "held_out", length: int = LENGTH, **options) -> Synthetic:
+    sources = {"needles": Source(kind="needles", families=[family], **options)}
+    return Dataset(Data(length=length, sources=sources), BYTES, 0, part).sources[0]
+
+
+def lines(part: str, names: str) -> list[str]:
+    """Regular expressions of some templates, with groups k, l and v."""
+    language = EVALUATION if part == "held_out" else TRAINING
+    key, value = "[a-z]{6}", r"\d{5}"
+    groups = {"{k}": f" (?P<k>{key})", "{l}": f" (?P<l>{key})", "{v}": f" (?P<v>{value})"}
+    return [
+        "".join(groups.get(piece, re.escape(piece)) for piece in re.split(r"(\{\w\})", template) if piece)
+        for template in getattr(language, names)
+    ]
+
+
+def found(text: str, patterns: list[str], names: str) -> list[tuple[str, ...]]:
+    """The keys and values of all sentences that match, in the order of the text."""
+    matches = [match for pattern in patterns for match in re.finditer(pattern, text)]
+    return [tuple(match[name] for name in names) for match in sorted(matches, key=lambda match: match.start())]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_follow_from_the_facts_before_them(family: str, part: str) -> None:
+    task = source(family, part)
+    for number in range(4):
+        window, answers = task.window(number, np.arange(LENGTH)), task.answers(number)
+        assert len(window.tokens) == LENGTH and window.tokens[-1] == BYTES.end and window.lengths.tolist() == [LENGTH]
+        assert (window.labels >= 0).sum() == sum(len(set(row)) for row in answers.positions.tolist())
+        assert len(answers.positions) == 16
+        for positions, fact, depth in zip(answers.positions, answers.fact, answers.depth, strict=True):
+            assert (window.labels[positions] == window.tokens[positions + 1]).all()
+            assert fact < positions[0] and depth == fact / LENGTH
+            before = BYTES.decode(window.tokens[: positions[0] + 1].tolist())
+            question = before.rpartition("\n")[2]
+            answer = BYTES.decode(window.labels[np.unique(positions)].tolist()).split()
+            asked = re.findall(TEXT, question + " ")
+            facts = dict(found(before, lines(part, "facts"), "kv"))
+            if family in ("single", "multi_key"):
+                assert answer == [facts[next(word for word in asked if word in facts)]]
+            elif family == "multi_query":
+                assert answer == [facts[word] for word in asked if word in facts] and len(answer) == 4
+            elif family == "multi_value":
+                entries = found(before, lines(part, "values"), "kv")
+                assert answer in [[value for key, value in entries if key == word] for word in asked]
+            elif family == "two_facts":
+                places = dict(found(before, lines(part, "places"), "kl"))
+                assert answer == [facts[next(places[word] for word in asked if word in places)]]
+            else:
+                origin = {target: source for source, target in found(before, lines(part, "copies"), "kl")}
+                roots = dict(found(before, lines(part, "roots"), "kv"))
+                name = next(word for word in asked if word in origin)
+                while name in origin:
+                    name = origin[name]
+                assert answer == [roots[name]]
+
+
+def test_facts_are_at_all_depths_and_evaluation_asks_at_the_end() -> None:
+    for part in PARTS:
+        answers = [source("single", part).answers(number) for number in range(20)]
+        depth = np.concatenate([each.depth for each in answers])
+        first = np.concatenate([each.positions[:, 0] for each in answers])
+        assert (np.histogram(depth, 8, (0, 0.85))[0] > 20).all()
+        distance = np.concatenate([each.distance for each in answers])
+        assert distance.max() > 0.85 * LENGTH
+        if part == "held_out":
+            assert first.min() > 0.8 * LENGTH
+        else:
+            assert 0.3 < (first < 0.85 * LENGTH).mean() < 0.6
+
+
+def test_evaluation_and_training_share_no_syllable_and_no_template() -> None:
+    assert not set(TRAINING.consonants) & set(EVALUATION.consonants) and not set(TRAINING.vowels) & set(EVALUATION.vowels)
+    for name in TRAINING._fields[2:]:
+        assert not (set(getattr(TRAINING, name)) & set(getattr(EVALUATION, name))) - {"{k}"}
+
+
+def test_near_misses_differ_in_one_syllable_and_have_values() -> None:
+    window = source("multi_key").window(0, np.arange(LENGTH))
+    facts = dict(found(BYTES.decode(window.tokens.tolist()), lines("held_out", "facts"), "kv"))
+    near = [sum(sum(a != b for a, b in zip(key, other, strict=True)) <= 2 for other in facts if other != key) for key in facts]
+    assert 55 <= len(facts) <= 64 and min(near) >= 1 and sum(count >= 3 for count in near) >= 16
+
+
+def test_sequences_are_drawn_afresh_and_have_the_begin_token() -> None:
+    task = source("single")
+    keys = [set(re.findall(TEXT, BYTES.decode(task.window(n, np.arange(LENGTH)).tokens.tolist()))) for n in range(2)]
+    assert len(keys[0] & keys[1]) < 40  # words of the filler and the templates
+    needles = Needles(BytesWithBegin(), LENGTH, ["single"], 16, 5, evaluation=True)
+    tokens = needles.sequence(np.random.default_rng(0)).tokens
+    assert (np.flatnonzero(tokens == 600).tolist(), np.flatnonzero(tokens == 601).tolist()) == ([0], [LENGTH - 1])
+
+
+def test_a_task_that_does_not_fit_is_one_message() -> None:
+    message = r"data\.sources\.needles: num_questions=16: .*multi_key take \d+ .*data\.length at least"
+    with pytest.raises(ValueError, match=message):
+        source("multi_key", length=1024)
+    assert len(source("multi_key", length=1024, num_questions=3).answers(0).positions) == 3
+    with pytest.raises(ValueError, match=r"families=\['multi'\]: choose some of single, multi_key"):
+        source("multi")
+
+    class Short(type(BYTES)):
+        def encode(self, documents):
+            return (np.zeros(1, np.int64) for _ in documents)
+
+    with pytest.raises(ValueError, match="digits=5: the tokenizer makes one token"):
+        Needles(Short(), LENGTH, ["single"], 16, 5, evaluation=True)

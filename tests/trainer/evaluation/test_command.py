@@ -1,0 +1,87 @@
+"""`ringspan evaluate`: tables, JSON and figure of a checkpoint, equal under a ring; wrong input is one message."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringspan.trainer.evaluation import command, recorded
+from ringspan.trainer.reports import results as results_command
+from tests.trainer import jobs
+
+SIZES = ["--lengths", "1k", "2k", "--sequences", "2", "--questions", "2"]
+SUITE = [*SIZES, "--families", "single", "two_facts", "--device", "cpu"]
+
+
+def evaluate(arguments: list[str]) -> None:
+    command.main(arguments)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    options = [f"runs={folder}", "name=run", "steps=3", "evaluate.batches=0", "data.sources.needles.kind=needles"]
+    options += ["data.sources.needles.families=[single]", "data.sources.needles.num_questions=1", "data.length=1024"]
+    assert jobs.run_ranks(1, jobs.train, [*options, "data.batch=2"]) == [0]
+    return folder / "run"
+
+
+def test_results_are_equal_under_a_ring_recorded_and_drawn(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for ranks, ring, cut in ((1, 0, False), (2, 0, False), (2, 1, False), (2, 0, True)):
+        path = tmp_path / f"{ranks}-{ring}-{cut}.json"
+        arguments = [str(run), *SUITE, "--ring", str(ring), "--json", str(path), *["--cut-ring"] * cut]
+        assert jobs.run_ranks(ranks, evaluate, arguments) == [0] * ranks
+        results.append(json.loads(path.read_text()))
+        assert "1k" in jobs.output and "2k*" in jobs.output and jobs.output.count("* beyond the 1024") == 1
+    far = [[row.pop("far")["num"] for row in result["rows"]] for result in results]
+    one, ring, data, cut = results
+    assert one["rows"] == ring["rows"] == data["rows"] and len(one["rows"]) == 4
+    assert sum(far[0]) == sum(far[2]) == 0 and far[1] == far[3] and all(0 < num < 4 for num in far[1][:2])
+    assert [result["ring"] for result in results] == [1, 2, 1, 2] and cut["cut_ring"]
+    assert one["trained_families"] == ["single"] and one["trained_length"] == 1024 and one["checkpoint"] == "run/step-00000003"
+    assert all(row["num"] == 4 for row in one["rows"])
+
+    evaluations = recorded.read(run)
+    assert [(result["cut_ring"], len(result["rows"])) for result in evaluations] == [(False, 4), (True, 4)]
+    text = recorded.text(evaluations[1])
+    assert text.startswith("run/step-00000003, trained at 1k, ring cut") and "further away than one rank's tokens" in text
+    assert "rope.kind=base: positions beyond the 1024 tokens" in text and "rope.factor=2 and rope.original_length=1024" in text
+    pytest.importorskip("matplotlib")
+    assert results_command.main([str(run), "--skip", "0", "--plot", str(tmp_path / "loss.png")]) == 0
+    out = capsys.readouterr().out
+    assert all(recorded.text(result) in out for result in evaluations)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "loss.png", "suite-run-step-00000003.png", "suite-run-step-00000003-cut.png"
+    }  # fmt: skip
+
+
+def test_wrong_input_is_one_message(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        ([str(tmp_path)], "is no checkpoint and contains none"),
+        ([str(run), "--lengths", "64"], "num_questions=16: with their facts, questions of single take"),
+        ([str(run), "--lengths", "4q"], "4q: write a number of tokens, such as 4096, 32k or 1M"),
+        ([str(run), "--sequences", "0"], "0: it must be a number of at least 1"),
+        ([str(run), "--suite", "short"], "invalid choice: 'short'"),
+        ([str(run), *SUITE, "--json", str(tmp_path / "no" / "x.json")], "its folder does not exist"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            command.main(arguments)
+        assert stop.value.code == 2 and text in capsys.readouterr().err, arguments
+
+
+def test_learned_positions_and_shards_without_a_tokenizer_are_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = command._parser().parse_args([str(run), "--lengths", "4k"])
+    opened = command.RestoredModel(str(run))
+    monkeypatch.setattr(command, "RestoredModel", lambda path: opened)
+    opened.model.positions, opened.model.max_positions = "learned", 1024
+    with pytest.raises(ValueError, match="--lengths 4096: the model has learned 1024 positions"):
+        command._open(args)
+    opened.model.positions, opened.model.vocabulary = "rope", 100
+    with pytest.raises(ValueError, match=r"model\.vocabulary=100: the tokenizer has 257 tokens"):
+        command._open(args)
+    opened.has_tokenizer = False
+    with pytest.raises(ValueError, match="token shards of an unknown tokenizer, and the suite is text: train with"):
+        command._open(args)

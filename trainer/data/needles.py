@@ -1,0 +1,337 @@
+"""Needle tasks: facts at all depths of a text of random sentences, and questions about them whose answers alone have labels.
+
+    single       a key with a value, asked for by the key
+    multi_key    the same among three near misses per key: keys that differ from it in one syllable, with other values
+    multi_value  four values of one key, asked for in the order in which they are stated
+    multi_query  one question about four keys
+    variables    chains of assignments of 1 to 4 hops; the last variable is asked for
+    two_facts    a key is in a place, the place has a value; the two facts are in any order
+
+A sequence is one document of one family. Keys and values are drawn afresh for each sequence. The evaluation ("held_out") uses
+other templates and other syllables than training, and all its questions are at the end; in training half of them follow
+their facts at any distance. No fact is asked for twice, because the first answer would be a nearer fact.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ringspan.trainer.data.synthetic_tasks import NO_LABEL, Answers, Packed
+from ringspan.trainer.data.tokenizer import Tokenizer
+
+NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
+BANK = 512  # filler sentences of a tokenizer
+
+
+class Language(NamedTuple):
+    """Syllables of the keys, and templates: {k} and {l} are keys, {v} is a value, {V} the answer."""
+
+    consonants: str
+    vowels: str
+    facts: tuple[str, ...]
+    values: tuple[str, ...]  # facts of multi_value
+    roots: tuple[str, ...]  # the first assignment of a chain
+    copies: tuple[str, ...]
+    places: tuple[str, ...]
+    questions: tuple[str, ...]
+    all_values: tuple[str, ...]  # question of multi_value
+    several: tuple[str, ...]  # question of multi_query: beginning, each key, ending with the answer
+    variable: tuple[str, ...]
+    place: tuple[str, ...]
+
+
+TRAINING = Language(
+    "bdgklmnp",
+    "aou",
+    ("The code of{k} is{v}.\n", "Remember that{k} has the number{v}.\n", "In this list{k} stands for{v}.\n"),
+    ("One number of{k} is{v}.\n", "The list of{k} has the entry{v}.\n"),
+    ("Let{k} be{v}.\n", "Set{k} ={v}.\n"),
+    ("Let{l} be the same as{k}.\n", "Set{l} ={k}.\n"),
+    ("The{k} is in the house{l}.\n", "You find the{k} at the house{l}.\n"),
+    ("What is the code of{k}? It is{V}.\n", "Which number does{k} have? The number{V}.\n"),
+    ("What are all numbers of{k}, in order? They are{V}.\n", "List the entries of{k}:{V}.\n"),
+    ("What are the codes of", "{k}", "? They are{V}.\n"),
+    ("What is{k} now? It is{V}.\n", "Print{k}:{V}.\n"),
+    ("What is the code of the house with the{k}? It is{V}.\n", "Open the house of the{k} with{V}.\n"),
+)
+EVALUATION = Language(
+    "cfhjrstvwz",
+    "ei",
+    ("The value stored under{k} is{v}.\n", "Someone wrote that{k} means{v}.\n"),
+    ("Another value stored under{k} is{v}.\n",),
+    ("The variable{k} starts as{v}.\n",),
+    ("The variable{l} takes the value of{k}.\n",),
+    ("The key of{k} hangs in the room{l}.\n",),
+    ("Which value is stored under{k}? The value is{V}.\n",),
+    ("Which values are stored under{k}, from first to last? The values are{V}.\n",),
+    ("Which values are stored under", "{k}", "? The values are{V}.\n"),
+    ("Which value has the variable{k}? The value is{V}.\n",),
+    ("Which value is stored under the room with the key of{k}? The value is{V}.\n",),
+)
+WORDS = (
+    "river stone garden window letter morning bridge market teacher winter village forest",
+    "crosses follows remembers covers leaves watches carries meets opens describes",
+    "quiet green narrow early distant simple bright heavy old small",
+)
+
+
+class Item(NamedTuple):
+    """A sentence and its place: items are sorted by `slot`, 0 to 1 for the text and from 1 for the questions at its end."""
+
+    slot: float
+    pieces: Sequence[str]
+    question: int  # the question that needs this fact, or that this item asks; -1: none
+    asks: bool = False
+
+
+class Needles:
+    """Texts with facts and questions of some families.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        length: tokens per sequence.
+        families: families to draw from, with equal shares.
+        num_questions: questions per sequence.
+        digits: digits of a value.
+        evaluation: use the templates and syllables of the evaluation, and ask at the end.
+    Raises:
+        ValueError: an unknown family, a value of one token, or facts and questions that do not fit into the length.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, length: int, families: Sequence[str], num_questions: int, digits: int, evaluation: bool
+    ) -> None:
+        unknown = [name for name in families if name not in FAMILIES]
+        if unknown or not families:
+            raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
+        self.tokenizer, self.length, self.families = tokenizer, length, list(families)
+        self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
+        self.language = EVALUATION if evaluation else TRAINING
+        self._encoded: dict[str, np.ndarray] = {}
+        self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
+        rng = np.random.default_rng(0)
+        subjects, verbs, adjectives = (words.split() for words in WORDS)
+        noun = lambda: f"the {rng.choice(adjectives)} {rng.choice(subjects)}"  # noqa: E731
+        self._bank = self._encode([f"Today {noun()} {rng.choice(verbs)} {noun()}.\n" for _ in range(BANK)])
+        value, key = self._encode([" " + "7" * digits, " gabuga"])
+        if len(value) < 2 or len(key) < 2:
+            raise ValueError(
+                f"digits={digits}: the tokenizer makes one token of a value or a key, and a needle needs two; ask "
+                "for more digits, or use tokenizer=bytes"
+            )
+        for family in self.families:
+            self._require_length(family, self._num_tokens(family))
+
+    def sequence(self, rng: np.random.Generator) -> Packed:
+        """Draw one sequence of one family."""
+        family = int(rng.integers(len(self.families)))
+        items, values, guesses = FAMILIES[self.families[family]](self, rng)
+        encoded = self._encode_items(items)
+        num_filler = self.length - len(self.begin) - 1 - sum(map(len, encoded))
+        self._require_length(self.families[family], self.length - num_filler)
+        sentences = self._filler(rng, num_filler)
+        slots = np.array([item.slot for item in items] + [(i + 0.5) / len(sentences) for i in range(len(sentences))])
+        parts = [*encoded, *sentences]
+        order = np.argsort(slots, kind="stable")
+        sizes = np.array([len(parts[index]) for index in order])
+        ends = np.empty(len(parts), np.int64)
+        ends[order] = len(self.begin) + np.cumsum(sizes)
+        tokens = np.concatenate([self.begin, *(parts[index] for index in order), self.end])
+        return self._label(tokens, items, ends, values, family, guesses)
+
+    def _label(
+        self, tokens: np.ndarray, items: list[Item], ends: np.ndarray, values: list[str], family: int, guesses: int
+    ) -> Packed:
+        """Set the labels of the answers; `ends` are the positions after each item."""
+        labels = np.full(self.length, NO_LABEL)
+        facts = np.full(self.num_questions, self.length)
+        positions: list[np.ndarray] = [np.zeros(0, np.int64)] * self.num_questions
+        for item, end in zip(items, ends, strict=False):
+            if item.asks:
+                answer, rest = self._encode_pieces(item.pieces[-2:])
+                begin = end - len(rest) - len(answer)
+                positions[item.question] = np.arange(begin - 1, begin - 1 + len(answer))  # a token's label is the next token
+                labels[positions[item.question]] = answer
+            elif item.question >= 0:
+                facts[item.question] = min(facts[item.question], end - 1)
+        width = max(map(len, positions))
+        table = np.stack([each[np.minimum(np.arange(width), len(each) - 1)] for each in positions])
+        lengths = np.full(self.num_questions, self.length)
+        chance = np.array([guesses ** -float(value.count(" ")) for value in values])
+        answers = Answers(table, facts, lengths, facts / self.length, np.full(self.num_questions, family), chance)
+        return Packed(tokens, labels, np.array([self.length]), answers)
+
+    def _filler(self, rng: np.random.Generator, num: int) -> list[np.ndarray]:
+        """Return sentences of `num` tokens in all; the beginning of the last one is cut off to fit."""
+        shortest = min(map(len, self._bank))
+        sentences = [self._bank[index] for index in rng.integers(0, BANK, num // shortest + 1)]
+        sizes = np.cumsum([len(sentence) for sentence in sentences])
+        last = int(np.searchsorted(sizes, num))
+        return [*sentences[:last], sentences[last][sizes[last] - num :]]
+
+    def _require_length(self, family: str, needed: int) -> None:
+        if needed > self.length:
+            raise ValueError(
+                f"num_questions={self.num_questions}: with their facts, questions of {family} take {needed} tokens, and a "
+                f"sequence has {self.length}: make data.length at least {needed}, or ask for fewer num_questions"
+            )
+
+    def _num_tokens(self, family: str) -> int:
+        """Return an upper estimate of the tokens of facts and questions."""
+        sizes = []
+        for seed in range(3):
+            items, _, _ = FAMILIES[family](self, np.random.default_rng(seed))
+            sizes.append(sum(map(len, self._encode_items(items))) + len(self.begin) + 1)
+        return max(sizes) + max(sizes) // 20
+
+    def _encode_items(self, items: Sequence[Item]) -> list[np.ndarray]:
+        flat = self._encode_pieces([piece for item in items for piece in item.pieces])
+        bounds = np.cumsum([0, *(len(item.pieces) for item in items)])
+        return [np.concatenate(flat[a:b]) for a, b in itertools.pairwise(bounds)]
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """Encode each piece alone, so that a key has the same tokens wherever it occurs."""
+        new = [text for text in dict.fromkeys(pieces) if text not in self._encoded]
+        if len(self._encoded) + len(new) > 2**16:
+            self._encoded.clear()
+            new = list(dict.fromkeys(pieces))
+        self._encoded.update(zip(new, self._encode(new), strict=True))
+        return [self._encoded[text] for text in pieces]
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(ids, np.int64) for ids in self.tokenizer.encode([text.encode() for text in texts])]
+
+    def keys(self, rng: np.random.Generator, num: int) -> list[str]:
+        """Draw distinct keys of three syllables, each after a space."""
+        syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
+        numbers = rng.choice(len(syllables) ** 3, num, replace=False)
+        split = [(n % len(syllables), n // len(syllables) % len(syllables), n // len(syllables) ** 2) for n in numbers]
+        return [" " + "".join(syllables[i] for i in parts) for parts in split]
+
+    def near_misses(self, rng: np.random.Generator, key: str) -> list[str]:
+        """Return keys that differ from `key` in one syllable each."""
+        syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
+        result = []
+        for place in rng.permutation(3)[:NEAR_MISSES]:
+            begin = 1 + 2 * place
+            others = [syllable for syllable in syllables if syllable != key[begin : begin + 2]]
+            other = others[int(rng.integers(len(others)))]
+            result.append(key[:begin] + other + key[begin + 2 :])
+        return result
+
+    def values(self, rng: np.random.Generator, num: int) -> list[str]:
+        """Draw numbers, each after a space."""
+        return [f" {number:0{self.digits}d}" for number in rng.integers(0, 10**self.digits, num)]
+
+    def slots(self, rng: np.random.Generator, num: int) -> np.ndarray:
+        """Draw one place in each of `num` equal parts of the text, in random order."""
+        return rng.permutation((np.arange(num) + rng.random(num)) / num)
+
+    def question_slot(self, rng: np.random.Generator, last_fact: float, question: int) -> float:
+        """Draw where a question is asked: at the end, in training also anywhere after its facts."""
+        if self.evaluation or rng.random() < 0.5:
+            return 1.0 + question
+        return last_fact + (1 - last_fact) * rng.random()
+
+
+def fill(rng: np.random.Generator, templates: Sequence[str], **names: str) -> list[str]:
+    """Return the pieces of a random template with its names filled in."""
+    template = templates[int(rng.integers(len(templates)))]  # rng.choice takes ten times as long
+    return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces(template)]
+
+
+@functools.cache
+def _pieces(template: str) -> list[str]:
+    return [piece for piece in re.split(r"(\{\w\})", template) if piece]
+
+
+Drawn = tuple[list[Item], list[str], int]  # items, the answer of each question, and values that a guess chooses from
+
+
+def single(task: Needles, rng: np.random.Generator, num_near: int = 0) -> Drawn:
+    num, language = task.num_questions, task.language
+    keys, values, items = task.keys(rng, num), task.values(rng, num), []
+    used = set(keys)
+    for question, (key, value, slot) in enumerate(zip(keys, values, task.slots(rng, num), strict=True)):
+        items.append(Item(slot, fill(rng, language.facts, k=key, v=value), question))
+        pieces = fill(rng, language.questions, k=key, V=value)
+        items.append(Item(task.question_slot(rng, slot, question), pieces, question, asks=True))
+        others = [other for other in task.near_misses(rng, key)[:num_near] if other not in used]
+        used.update(others)
+        for other, text in zip(others, task.values(rng, len(others)), strict=True):
+            items.append(Item(rng.random(), fill(rng, language.facts, k=other, v=text), -1))
+    return items, values, num * (1 + num_near)
+
+
+def multi_key(task: Needles, rng: np.random.Generator) -> Drawn:
+    return single(task, rng, NEAR_MISSES)
+
+
+def multi_value(task: Needles, rng: np.random.Generator) -> Drawn:
+    answers, items = [], []
+    for question, (key, first) in enumerate(
+        zip(task.keys(rng, task.num_questions), task.slots(rng, task.num_questions), strict=True)
+    ):
+        slots = np.sort([first, *rng.uniform(first, 1, PARTS - 1)])
+        values = task.values(rng, PARTS)
+        items += [
+            Item(slot, fill(rng, task.language.values, k=key, v=value), question)
+            for slot, value in zip(slots, values, strict=True)
+        ]
+        answers.append("".join(values))
+        pieces = fill(rng, task.language.all_values, k=key, V=answers[-1])
+        items.append(Item(task.question_slot(rng, slots[-1], question), pieces, question, asks=True))
+    return items, answers, PARTS * task.num_questions
+
+
+def multi_query(task: Needles, rng: np.random.Generator) -> Drawn:
+    keys, values = task.keys(rng, PARTS * task.num_questions), task.values(rng, PARTS * task.num_questions)
+    begin, _, end = task.language.several
+    answers, items = [], []
+    for question, first in enumerate(task.slots(rng, task.num_questions)):
+        own = slice(PARTS * question, PARTS * (question + 1))
+        slots = [first, *rng.uniform(first, 1, PARTS - 1)]
+        items += [
+            Item(slot, fill(rng, task.language.facts, k=key, v=value), question)
+            for slot, key, value in zip(slots, keys[own], values[own], strict=True)
+        ]
+        answers.append("".join(values[own]))
+        pieces = [begin, *keys[own], *fill(rng, [end], V=answers[-1])]
+        items.append(Item(task.question_slot(rng, max(slots), question), pieces, question, asks=True))
+    return items, answers, PARTS * task.num_questions
+
+
+def variables(task: Needles, rng: np.random.Generator) -> Drawn:
+    keys, values, items = task.keys(rng, (HOPS + 1) * task.num_questions), task.values(rng, task.num_questions), []
+    for question, (value, first) in enumerate(zip(values, task.slots(rng, task.num_questions), strict=True)):
+        hops = 1 + question % HOPS
+        chain = keys[(HOPS + 1) * question :][: hops + 1]
+        slots = np.sort([first, *rng.uniform(first, 1, hops)])
+        items.append(Item(slots[0], fill(rng, task.language.roots, k=chain[0], v=value), question))
+        for slot, source, target in zip(slots[1:], chain[:-1], chain[1:], strict=True):
+            items.append(Item(slot, fill(rng, task.language.copies, k=source, l=target), question))
+        pieces = fill(rng, task.language.variable, k=chain[-1], V=value)
+        items.append(Item(task.question_slot(rng, slots[-1], question), pieces, question, asks=True))
+    return items, values, task.num_questions
+
+
+def two_facts(task: Needles, rng: np.random.Generator) -> Drawn:
+    keys, values, items = task.keys(rng, 2 * task.num_questions), task.values(rng, task.num_questions), []
+    for question, (value, first) in enumerate(zip(values, task.slots(rng, task.num_questions), strict=True)):
+        thing, place = keys[2 * question : 2 * question + 2]
+        slots = rng.permutation([first, rng.uniform(first, 1)])
+        items.append(Item(slots[0], fill(rng, task.language.places, k=thing, l=place), question))
+        items.append(Item(slots[1], fill(rng, task.language.facts, k=place, v=value), question))
+        pieces = fill(rng, task.language.place, k=thing, V=value)
+        items.append(Item(task.question_slot(rng, max(slots), question), pieces, question, asks=True))
+    return items, values, task.num_questions
+
+
+FAMILIES: dict[str, Callable[[Needles, np.random.Generator], Drawn]] = dict(
+    single=single, multi_key=multi_key, multi_value=multi_value, multi_query=multi_query, variables=variables,
+    two_facts=two_facts,
+)  # fmt: skip
