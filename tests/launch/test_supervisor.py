@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,10 @@ def test_a_swallowed_death_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def start(mode: str, folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a supervisor in a process of its own, and return it with its ranks."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISE, mode, str(folder)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    # a shell's background job ignores SIGQUIT, and so would what it starts
+    default = partial(signal.signal, signal.SIGQUIT, signal.SIG_DFL)
+    command = [sys.executable, "-c", SUPERVISE, mode, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=default)
     ranks = []
     for name in ("0", "1"):
         while not (folder / name).exists() or not (folder / name).read_text():
@@ -152,7 +156,7 @@ def test_a_second_ctrl_c_kills_the_ranks(tmp_path: Path) -> None:
 def test_no_rank_outlives_its_supervisor(tmp_path: Path, number: signal.Signals, mode: str) -> None:
     process, ranks = start(mode, tmp_path)
     process.send_signal(number)
-    process.wait()
+    process.wait(timeout=5)
     deadline = time.monotonic() + 5
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline
