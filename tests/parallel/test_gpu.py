@@ -18,7 +18,7 @@ import torch
 from ringspan.parallel import ring
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.transport.select import COPY_TRANSPORTS
-from tests.parallel.helpers import jobs, work
+from tests.parallel.helpers import jobs, varlen_jobs, work
 from tests.parallel.helpers.pool import Failed, Pool
 from tests.parallel.helpers.work import RingCase
 
@@ -159,7 +159,7 @@ def test_documents_on_the_gpu(ranks: int, gpus) -> None:
 
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_packed_documents_need_no_synchronisation(transport: str, gpus) -> None:
-    gpus(2)(functools.partial(jobs.packed_without_synchronisation, transport), patience=300)
+    assert gpus(2)(functools.partial(varlen_jobs.synchronises, transport), patience=300) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("transport", ["p2p", "copy"])

@@ -10,9 +10,10 @@ A layer is two functions of rows around attention (trainer/layer.py):
                for each group:              project by rows again → attention backward: dout → dq in place, dk, dv
                project backward by rows:    dh → dx in place
 
-Rows go through autograd of the two functions, so that every model option needs no formula of its own. Weight
-gradients of chunks are summed in fp32 and rounded once. The plan (trainer/memory/plan.py) says what is kept between forward and
-backward; what is not kept is computed again from the segment's input.
+Rows go through autograd of the two functions, so that every model option needs no formula of its own; the last linear layer of
+finish has one, because y is not needed again. Weight gradients of chunks are summed in fp32 and rounded once. The plan
+(trainer/memory/plan.py) says what is kept between forward and backward; what is not kept is computed again from the segment's
+input.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,9 +39,8 @@ class RowFunctions(NamedTuple):
 
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (x, cos, sin, *weights) → q, k, v
     finish: Callable[..., Tensor]  # (x, out, *weights) → y
-    expand: Callable[
-        ..., tuple[Tensor, Tensor]
-    ]  # finish without its last linear layer: (x, out, *weights[:-2]) → hidden, inner
+    # finish without its last linear layer, for the backward: (x, out, *weights[:-2]) → hidden, inner
+    expand: Callable[..., tuple[Tensor, Tensor]]
 
 
 class LayerInputs(NamedTuple):
@@ -59,7 +59,7 @@ class Streaming:
         plan: the plan.
         num_layers: layers of the model.
         attention: with `forward_into` and `backward_into` (parallel/buffered_attention.py).
-        functions: the two row functions.
+        functions: the row functions.
         kept: where tensors are kept; on the device by default. May be replaced before the first forward.
     """
 

@@ -266,19 +266,6 @@ def stall_on_gpu(transport: str) -> None:
     torch.cuda.synchronize()
 
 
-def packed_without_synchronisation(transport: str) -> None:
-    """Forward and backward with packed documents; torch raises where the host would wait for the GPU."""
-    layout = Layout("zigzag", 4096, dist.get_world_size())
-    mask = Mask.from_lengths([1000, 3096], causal=True)
-    shards = [torch.randn(1, layout.local_length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    q, k, v = (x.requires_grad_() for x in shards)
-    for mode in ("default",) * 4 + ("error",):  # the first calls compare arguments
-        torch.cuda.set_sync_debug_mode(mode)
-        out = ring_attention(q, k, v, mask, layout=layout, transport=transport)
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def run_bench(argv: list[str]) -> int:
     return bench.main(argv)
 

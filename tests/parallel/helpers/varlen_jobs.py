@@ -358,3 +358,31 @@ def group_errors() -> dict[str, str]:
         "mesh twice": mesh(grid, ring="cp", ulysses="cp"),
         "mesh order": mesh(turned),
     }
+
+
+def synchronises(transport: str) -> tuple[bool, bool]:
+    """Whether the host waits for the GPU in a forward and backward with packed documents, and in reading a number."""
+    layout = Layout("zigzag", 4096, dist.get_world_size())
+    mask = Mask.from_lengths([1000, 3096], causal=True)
+    shards = [torch.randn(1, layout.local_length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (x.requires_grad_() for x in shards)
+
+    def ring() -> None:
+        out = ring_attention(q, k, v, mask, layout=layout, transport=transport)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    def waits(call: Callable[[], object]) -> bool:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+    for _ in range(4):  # the first calls compare arguments
+        ring()
+    return waits(ring), waits(q.sum().item)
