@@ -109,7 +109,7 @@ class Streaming:
             return self.functions.project(x, *rotation_rows(inputs, chunks[0]), *weights)
         buffers: tuple[Tensor, ...] = ()
         for rows in chunks:
-            parts = self.functions.project(x[:, rows], *rotation_rows(inputs, rows), *weights)
+            parts = self.functions.project(rows_of(x, rows), *rotation_rows(inputs, rows), *weights)
             buffers = buffers or tuple(part.new_empty((part.shape[0], x.shape[1], *part.shape[2:])) for part in parts)
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer[:, rows] = part
@@ -141,7 +141,7 @@ class Streaming:
             return self.functions.finish(x, out, *weights)
         y = torch.empty_like(x)
         for rows in chunks:
-            y[:, rows] = self.functions.finish(x[:, rows], out[:, rows], *weights)
+            y[:, rows] = self.functions.finish(rows_of(x, rows), rows_of(out, rows), *weights)
         return y
 
     def _forward(self, layer: Any, inputs: LayerInputs, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +172,7 @@ class Streaming:
         delta = torch.empty_like(lse)
         chunks = list(self._rows(x.shape[1]))
         for rows in chunks:
-            dx, dout, *grads = self._finish_backward(x[:, rows], out[:, rows], weights, dy[:, rows])
+            dx, dout, *grads = self._finish_backward(rows_of(x, rows), rows_of(out, rows), weights, dy[:, rows])
             dout = dout.contiguous()
             delta[:, :, rows] = output_delta(dout, out[:, rows].contiguous(), backend=self.attention.backend)
             dy[:, rows], out[:, rows] = dx, dout
@@ -203,7 +203,7 @@ class Streaming:
         assert dk is not None
         for rows in chunks:
             if graph is None:
-                x_rows = x[:, rows].detach().requires_grad_()
+                x_rows = rows_of(x, rows).detach().requires_grad_()
                 with torch.enable_grad():
                     qkv = self.functions.project(x_rows, *rotation_rows(inputs, rows), *weights)
             else:
@@ -274,11 +274,16 @@ def prefetch(kept: KeptTensors, layers: Iterable[int]) -> None:
             kept.prefetch((kind, layer))
 
 
+def rows_of(x: Tensor, rows: slice) -> Tensor:
+    """Return x[:, rows]. With a batch of 1 its strides do not depend on n, so that a function compiled for a chunk serves any n."""
+    return x[0, rows].unsqueeze(0) if len(x) == 1 else x[:, rows]
+
+
 def rotation_rows(inputs: LayerInputs, rows: slice) -> tuple[Tensor | None, Tensor | None]:
     if inputs.rotation is None:
         return None, None
     cos, sin = inputs.rotation
-    return cos[:, rows], sin[:, rows]
+    return rows_of(cos, rows), rows_of(sin, rows)
 
 
 def gradients(outputs: Any, inputs: list[Tensor | None], grads: list[Tensor]) -> list[Any]:

@@ -143,7 +143,7 @@ def test_second_backward_is_named() -> None:
 
 @pytest.mark.parametrize("backend", ["eager"])
 def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
-    """Two of each function for all layers here: a chunk and the rest of the rows, with and without gradients."""
+    """Two of each function for all layers here: a chunk and the rest of the rows, with and without gradients. Any length."""
     from torch._dynamo.utils import counters
 
     shape = Model(**SHAPE)
@@ -157,6 +157,7 @@ def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
     first = counters["stats"]["unique_graphs"]
     assert 0 < first <= 6
     assert difference(gradients(model, *batch)[1], expected) <= 1e-12
+    gradients(model, *inputs(shape, 1, batch=1, length=80))
     assert counters["stats"]["unique_graphs"] == first
 
 
