@@ -8,21 +8,23 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ringspan import ROOT
 from ringspan.launch import listeners
 from tests.launch.test_supervisor import is_running
 from tests.trainer import jobs
 from tests.trainer.checkpoint.test_resume import lines
 
-NUM_KILLS = int(os.environ.get("RINGSPAN_KILLS", 3))  # `make test-faults` sets 60
-SEED = 40
+CHAINS = [(40, 3), *(pytest.param(seed, 10, marks=pytest.mark.faults) for seed in range(41, 47))]  # seed, kills
 OPTIONS = [*jobs.TOY, "debug.deterministic=true", "evaluate.batches=0", "checkpoint.every=1", "schedule=constant", "name=run"]
 
 
-def test_random_kills_leave_no_process_and_change_no_number(tmp_path: Path) -> None:
-    draw = random.Random(SEED)
+@pytest.mark.parametrize("seed, kills", CHAINS)
+def test_random_kills_leave_no_process_and_change_no_number(tmp_path: Path, seed: int, kills: int) -> None:
+    draw = random.Random(seed)
     command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *OPTIONS, f"runs={tmp_path}", "steps=100000"]
-    for number in range(NUM_KILLS):
+    for number in range(kills):
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert launcher.stdout is not None
         if draw.random() < 0.7:  # in a step or a save, else at any moment of the start

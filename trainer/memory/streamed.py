@@ -275,7 +275,7 @@ def prefetch(kept: KeptTensors, layers: Iterable[int]) -> None:
 
 
 def rows_of(x: Tensor, rows: slice) -> Tensor:
-    """Return x[:, rows]. With a batch of 1 its strides do not depend on n, so that a function compiled for a chunk serves any n."""
+    """Return x[:, rows]. With a batch of 1 its strides do not depend on n, so that a compiled function serves any n."""
     return x[0, rows].unsqueeze(0) if len(x) == 1 else x[:, rows]
 
 
