@@ -131,10 +131,10 @@ def test_nccl_listens_on_loopback_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_of_a_minute_is_abandoned_within_ten_seconds(tmp_path: Path) -> None:
-    """Layers of about 1.4 s forward on an H100; the host is ahead of the device. The first step completes."""
+def test_a_long_step_is_abandoned_within_ten_seconds(tmp_path: Path) -> None:
+    """A step takes more than half a minute, a layer seconds; the host is ahead of the device. The first step completes."""
     shape = ["model.layers=8", "model.dim=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp_dim=1024"]
-    data = ["data=recall", "data.length=1048576", "data.batch=2", "data.micro_batch=1", "parallel.timeout=600"]
+    data = ["data=recall", "data.length=1048576", "data.batch=1", "data.micro_batch=1", "parallel.timeout=600"]
     others = [option for option in options("cuda", tmp_path) if not option.startswith("data")]
     command = [sys.executable, "-m", "ringspan.launch", "--ranks=2", *others, *shape, *data, "steps=9"]
     launcher = subprocess.Popen(command, cwd=ROOT, env=environment("cuda"), stdout=subprocess.PIPE, text=True)
