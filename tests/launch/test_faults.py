@@ -132,7 +132,7 @@ def test_nccl_listens_on_loopback_only(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_long_step_is_abandoned_within_ten_seconds(tmp_path: Path) -> None:
-    """A step takes more than half a minute, a layer seconds; the host is ahead of the device. The first step completes."""
+    """A step takes about half a minute, a layer seconds; the host is ahead of the device. The first step completes."""
     shape = ["model.layers=8", "model.dim=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp_dim=1024"]
     data = ["data=recall", "data.length=1048576", "data.batch=1", "data.micro_batch=1", "parallel.timeout=600"]
     others = [option for option in options("cuda", tmp_path) if not option.startswith("data")]
