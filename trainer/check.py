@@ -18,7 +18,7 @@ from ringspan.trainer.data import tokenizer
 from ringspan.trainer.planning.flops import parameters, training_flops
 from ringspan.trainer.planning.machines import MACHINES, Machine, default_num_ranks, resolve_machine
 from ringspan.trainer.planning.matmul_speeds import speeds_of
-from ringspan.trainer.planning.memory import GIB, RESERVE, Footprint, fits
+from ringspan.trainer.planning.memory import GIB, Footprint
 from ringspan.trainer.planning.plans import PlannedStep, Planner, fewest_gpus, longest_sequence
 from ringspan.trainer.planning.remedies import MAX_RANKS, remedies
 from ringspan.trainer.planning.step_time import attention_speed, step_time
@@ -100,8 +100,8 @@ def _memory(config: Config, world: int, target: Machine, need: Footprint) -> lis
     at_peak = need.moments[need.peak_moment]
     rows = [(name, size, "" if name in at_peak else "not at the peak") for name, size in need.terms.items()]
     lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
-    verdict = "it fits" if fits(need.peak, target.memory) else "IT DOES NOT FIT"
-    memory = f"of {target.memory / GIB:.0f} GiB ({RESERVE:.0%} reserved for the driver, NCCL and fragmentation)"
+    verdict = "it fits" if target.fits_device(need) else "IT DOES NOT FIT"
+    memory = f"of {target.usable / GIB:.1f} GiB for tensors ({target.memory / GIB:.1f} in all)"
     lines += [f"  {'peak':24} {need.peak / GIB:8.2f}  {memory}, at {need.peak_moment}: {verdict}"]
     lines += _host_memory(need, world, target)
     longest = longest_sequence(config, world, target)
@@ -124,8 +124,9 @@ def _host_memory(need: Footprint, world: int, target: Machine) -> list[str]:
     if target.host == math.inf:
         verdict = "the host's memory is unknown: set hardware.host_gib"
     else:
-        enough = fits(need.on_host, target.host_memory_per_rank(world))
-        verdict = f"of {target.host / GIB:.0f} GiB ({RESERVE:.0%} reserved): {'it fits' if enough else 'IT DOES NOT FIT'}"
+        host = target.usable_host(world)
+        verdict = f"of {ranks * host / GIB:.0f} GiB for tensors ({target.host / GIB:.0f} in all): "
+        verdict += "it fits" if need.on_host <= host else "IT DOES NOT FIT"
     lines = ["", "offloaded to the host's memory per rank, GiB"]
     lines += [f"  {name:24} {size / GIB:8.2f}" for name, size in need.offloaded.items()]
     return [*lines, f"  {f'all, {ranks} ranks per host':24} {ranks * need.on_host / GIB:8.2f}  {verdict}"]

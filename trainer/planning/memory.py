@@ -10,7 +10,7 @@ terms exist only at some moments. P parameters, N ranks, n tokens per rank, b by
     kept         by the memory plan (trainer/memory/plan.py): inputs of b·n·dim, (out, lse) of b·n·heads·head_dim + 4·n·heads
     working set  of the layers that run their backward: see `working_set`
 
-This is the memory of torch's allocator. RESERVE of the device's memory is left to the driver, NCCL and fragmentation.
+This is the memory of torch's allocator. `Machine.usable` is what a device leaves to it.
 Offloaded terms are counted separately, in the host's memory, which its ranks share.
 """
 
@@ -25,7 +25,6 @@ from ringspan.trainer.planning.flops import Parameters, head_dim, parameters
 from ringspan.trainer.planning.ring_memory import ring_backward_buffers, symmetric_memory
 
 GIB = 2**30
-RESERVE = 0.08
 MAX_LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered weights that it keeps
 # Copies of constants in ringspan/kernels/loss.py (logits per chunk): importing it would import torch.
 # tests/trainer/planning/test_memory.py compares them.
@@ -367,7 +366,3 @@ def pinned_size(nbytes: float) -> float:
     """Return the bytes that torch allocates for pinned memory: the next power of two (CachingHostAllocator.h)."""
     return 2 ** math.ceil(math.log2(nbytes))
 
-
-def fits(peak: float, memory: float) -> bool:
-    """Return whether `peak` bytes leave RESERVE of the memory free."""
-    return peak <= (1 - RESERVE) * memory

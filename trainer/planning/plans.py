@@ -12,7 +12,7 @@ from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import mesh_of
 from ringspan.trainer.memory.plan import NONE, MemoryPlan, parse
 from ringspan.trainer.planning.machines import Machine
-from ringspan.trainer.planning.memory import GIB, RESERVE, Footprint, footprint
+from ringspan.trainer.planning.memory import GIB, Footprint, footprint
 from ringspan.trainer.planning.step_time import StepTimer
 
 SEGMENTS = (1, 2, 4, 8)
@@ -99,7 +99,7 @@ class Planner:
         """Return what a plan that does not fit lacks, and the nearest change that fits; "" for one that fits."""
         if step.fits:
             return ""
-        device, host = (1 - RESERVE) * self.target.memory, (1 - RESERVE) * self.target.host_memory_per_rank(self.world)
+        device, host = self.target.usable, self.target.usable_host(self.world)
         missing = []
         if step.need.peak > device:
             gpu = "GPU" if self.target.gpu else "rank"
@@ -176,11 +176,11 @@ class Planner:
         """The plan with as many of its tensors on the host as fit there."""
         if not self._can_move(plan):
             return plan
-        host = self.target.host_memory_per_rank(self.world)
+        host = self.target.usable_host(self.world)
         low, high = 0, plan.outs + len(plan.segments(self.config.model.layers))
         while low < high:
             middle = (low + high + 1) // 2
-            enough = self.need(self._moved(plan, middle)).on_host <= (1 - RESERVE) * host
+            enough = self.need(self._moved(plan, middle)).on_host <= host
             low, high = (middle, high) if enough else (low, middle - 1)
         return self._moved(plan, low)
 

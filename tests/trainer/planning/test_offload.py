@@ -45,11 +45,11 @@ def test_host_memory_must_hold_the_offloaded_tensors_of_its_ranks(capsys: pytest
     unknown = capsys.readouterr().out
     assert "all, 4 ranks per host      256.00  the host's memory is unknown: set hardware.host_gib" in unknown
     assert check.main([*plan, "hardware.host_gib=512"]) == 0
-    assert "256.00  of 512 GiB (8% reserved): it fits" in capsys.readouterr().out
+    assert "256.00  of 486 GiB for tensors (512 in all): it fits" in capsys.readouterr().out
     assert check.main([*plan, "hardware.host_gib=256"]) == 1
     too_small = capsys.readouterr().out
-    assert "256.00  of 256 GiB (8% reserved): IT DOES NOT FIT" in too_small
-    assert "lacks 5.1 GiB of host memory per rank (it needs 64.0, 58.9 are available)" in too_small
+    assert "256.00  of 230 GiB for tensors (256 in all): IT DOES NOT FIT" in too_small
+    assert "lacks 6.5 GiB of host memory per rank (it needs 64.0, 57.5 are available)" in too_small
     assert "  engine.memory=auto: " in too_small
     longest = next(line for line in too_small.splitlines() if "longest sequence" in line)
     assert longest not in unknown
@@ -65,11 +65,11 @@ def test_misfit_names_the_missing_memory_and_the_nearest_plan() -> None:
     target = replace(MACHINES["h200"], host=64 * GIB)
     planner = Planner(config, 4, target)
     text = planner.misfit(planner.choose())
-    assert "lacks 1.3 GiB of host memory per rank (it needs 16.0, 14.7 are available)" in text
+    assert "lacks 6.5 GiB of host memory per rank (it needs 16.0, 9.5 are available)" in text
     assert "; engine.memory='" in text and text.endswith(" fits")
     small = Planner(config, 4, replace(target, memory=20 * GIB))
     text = small.misfit(small.choose())
-    assert "GiB on each GPU (it needs" in text and " and 1.3 GiB of host memory" in text
+    assert "GiB on each GPU (it needs" in text and " and 6.5 GiB of host memory" in text
     assert text.endswith("; no plan fits, not even for a short sequence")
     assert planner.misfit(planner.fastest()[0]) == ""
 
