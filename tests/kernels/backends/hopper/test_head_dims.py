@@ -1,6 +1,7 @@
 """Head dims in two chunks: values with all masks, GQA and carry, and faults in the handling of chunks that the tests find."""
 
 import zlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,13 @@ from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.runtime.triton_compat import tma_load
 from tests.conftest import HAS_GPU
 from tests.kernels.backends.hopper.emulator import emulate
+from tests.kernels.backends.hopper.emulator.language import Language
+from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
+from tests.kernels.backends.hopper.emulator.memory import Barrier
 from tests.kernels.backends.test_backends import check_case
 from tests.kernels.helpers.cases import CHUNKED, CHUNKED_CASES
 from tests.kernels.helpers.dense import Case
+from tests.kernels.runtime.ahead import CHIPS
 
 emulated = pytest.mark.skipif(HAS_GPU, reason="with a GPU tests/kernels/test_gpu.py runs the compiled kernels")
 
@@ -164,3 +169,39 @@ def test_wrong_chunks_are_found(fault: str, width: int, monkeypatch: pytest.Monk
         if not (value - x).norm() <= 0.005 * x.norm()
     ]
     assert wrong and wrong[0] == first_wrong
+
+
+class Allocated(AssertionError):
+    """Ends an emulated kernel once it has allocated its tiles."""
+
+
+@emulated
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 144, 160, 192, 256])
+def test_tiles_of_all_head_dims_fit_into_shared_memory(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `backend="hopper"` takes every head dim. 2 KB remain for barriers and the compiler's scratch memory."""
+    limit = CHIPS["sm_90"] - 2048
+    allocate, num_bytes = Language.allocate_shared_memory, 0
+
+    def count(self: Language, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        nonlocal num_bytes
+        num_bytes += 0 if layout is Barrier else torch.Size(shape).numel() * dtype.itemsize
+        return allocate(self, dtype, shape, layout)
+
+    def end(*_: Any) -> None:
+        raise Allocated
+
+    monkeypatch.setattr(Language, "allocate_shared_memory", count)
+    monkeypatch.setattr(EmulatedGPU, "warp_specialize", end)
+    emulate(monkeypatch, resident=1)
+    for v_width in (64, 80, 96, 128, 144, 160, 192, 256):
+        q, k, v, dout = (torch.zeros(1, 64, 1, n, dtype=torch.bfloat16) for n in (width, width, v_width, v_width))
+        lse = torch.zeros(1, 1, 64)
+        sums = [torch.zeros(x.shape) for x in (q, k, v)]
+        options = dict(softcap=9.0, backend="hopper")
+        calls = [partial(block_forward, q, k, v, None, last=last, **options) for last in (True, False)]
+        calls.append(partial(block_backward, dout, q, k, v, lse, lse, None, None, None, *sums, **options))
+        for call in calls:
+            num_bytes = 0
+            with pytest.raises(Allocated):
+                call()
+            assert 0 < num_bytes <= limit, (width, v_width)
