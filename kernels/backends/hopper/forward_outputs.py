@@ -28,30 +28,30 @@ def load_carry(outputs, b, h, row, row_ok, acc, DV: gl.constexpr):
         mask=row_ok, other=float("-inf"),
     )  # fmt: skip
     if carry_out is not None:
-        pointers = carry_out + b * carry_out_strides[0] + h * carry_out_strides[2]
-        acc = load_carry_out(pointers, carry_out_strides[1], row, row_ok, acc, DV)
+        acc = load_carry_out(carry_out, carry_out_strides, b, h, row, row_ok, acc, DV)
     carry_exponent = gl.convert_layout(lse_row * LOG2E, gl.SliceLayout(1, LANE_LAYOUT), assert_trivial=True)[:, None]
     return acc, carry_exponent + gl.full([64, 4], 0.0, gl.float32, LANE_LAYOUT)
 
 
 @gluon.jit
-def load_carry_out(pointers, stride, row, row_ok, acc, DV: gl.constexpr):
+def load_carry_out(carry_out, strides, b, h, row, row_ok, acc, DV: gl.constexpr):
     """Return the carry's out as initial accumulators."""
-    first = load_carry_chunk(pointers, stride, row, row_ok, acc[0], 0, DV)
+    first = load_carry_chunk(carry_out, strides, b, h, row, row_ok, acc[0], 0, DV)
     if len(acc) == 1:
         return (first,)
     else:
-        return first, load_carry_chunk(pointers, stride, row, row_ok, acc[1], first.shape[1], DV)
+        return first, load_carry_chunk(carry_out, strides, b, h, row, row_ok, acc[1], first.shape[1], DV)
 
 
 @gluon.jit
-def load_carry_chunk(pointers, stride, row, row_ok, like, FIRST: gl.constexpr, DV: gl.constexpr):
+def load_carry_chunk(carry_out, strides, b, h, row, row_ok, like, FIRST: gl.constexpr, DV: gl.constexpr):
     """Load the columns from FIRST on, in the shape and layout of an accumulator."""
     O_ROWS: gl.constexpr = gl.SliceLayout(1, like.type.layout)
     column = FIRST + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
     is_valid = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
+    pointers = carry_out + b * strides[0] + h * strides[2]
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
-    return gl.load(pointers + o_row[:, None] * stride + column[None, :], mask=is_valid, other=0.0)
+    return gl.load(pointers + o_row[:, None] * strides[1] + column[None, :], mask=is_valid, other=0.0)
 
 
 @gluon.jit
@@ -78,30 +78,30 @@ def store_result(
     factor = gl.where(empty, 0.0, 1 / divisor)
     first = acc[0]
     first *= gl.convert_layout(factor, gl.SliceLayout(1, first.type.layout))[:, None]
+    out += b_wide * out_strides[0] + h_wide * out_strides[2]
     if out_tiles is None:
-        store_out_chunk(out, out_strides, b_wide, h_wide, row, row_ok, first, 0, DV)
+        store_out_chunk(out, out_strides[1], row, row_ok, first, 0, DV)
     elif DOCUMENTS:
         if (first_row + 64 <= tile_end) | (tile_end == num_rows):
             store_out(first, out_tiles, b, h, first_row, o_tile)
         else:
-            store_out_chunk(out, out_strides, b_wide, h_wide, row, row_ok, first, 0, DV)
+            store_out_chunk(out, out_strides[1], row, row_ok, first, 0, DV)
     else:
         store_out(first, out_tiles, b, h, first_row, o_tile)
     if len(acc) == 2:
         second = acc[1]
         second *= gl.convert_layout(factor, gl.SliceLayout(1, second.type.layout))[:, None]
-        store_out_chunk(out, out_strides, b_wide, h_wide, row, row_ok, second, first.shape[1], DV)
+        store_out_chunk(out, out_strides[1], row, row_ok, second, first.shape[1], DV)
 
 
 @gluon.jit
-def store_out_chunk(out, strides, b, h, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
+def store_out_chunk(out, stride, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
     """Store the columns of out from FIRST on."""
     O_LAYOUT: gl.constexpr = acc.type.layout
     column = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, O_LAYOUT))
     o_row = gl.convert_layout(row, gl.SliceLayout(1, O_LAYOUT)).to(gl.int64)
     o_ok = gl.convert_layout(row_ok, gl.SliceLayout(1, O_LAYOUT))[:, None] & (column < DV)[None, :]
-    out += b * strides[0] + h * strides[2]
-    gl.store(out + o_row[:, None] * strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
+    gl.store(out + o_row[:, None] * stride + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
 
 
 @gluon.jit

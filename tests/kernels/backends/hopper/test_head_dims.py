@@ -122,13 +122,13 @@ def dq_of_first_chunk_twice(ds, k_all, part, zero, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def out_at_wrong_column(out, strides, b, h, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
-    store_out(out, strides, b, h, row, row_ok, acc, FIRST - 8 if FIRST > 0 else 0, DV)
+def out_at_wrong_column(out, stride, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
+    store_out(out, stride, row, row_ok, acc, FIRST - 8 if FIRST > 0 else 0, DV)
 
 
 @gluon.jit
-def carry_at_wrong_column(pointers, stride, row, row_ok, like, FIRST: gl.constexpr, DV: gl.constexpr):
-    return load_carry(pointers, stride, row, row_ok, like, FIRST - 8 if FIRST > 0 else 0, DV)
+def carry_at_wrong_column(carry_out, strides, b, h, row, row_ok, like, FIRST: gl.constexpr, DV: gl.constexpr):
+    return load_carry(carry_out, strides, b, h, row, row_ok, like, FIRST - 8 if FIRST > 0 else 0, DV)
 
 
 @gluon.jit
