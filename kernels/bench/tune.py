@@ -111,14 +111,14 @@ def make_launch(kernel: str, width: int, tile: Tile, t: dict[str, Tensor]) -> La
     gradients = Gradients(*(t[name] for name in Gradients._fields))
     if kernel in HOPPER:
         table = hopper_tiles.FORWARD if kernel == "hopper-forward" else hopper_tiles.BACKWARD
-        original = table[width]
-        table[width] = original | tile
+        original = table[width, width]
+        table[width, width] = original | tile
         try:
             if kernel == "hopper-forward":
                 return next(forward_launches(block, None, t["out"], t["lse"], hopper_forward.launch))
             return next(backward_launches(block, gradients._replace(dq=t["dq_sum"]), "dq", hopper_backward.launches))
         finally:
-            table[width] = original
+            table[width, width] = original
     kept, streamed, warps, stages = tile
     sizes = (streamed, kept) if kernel == "dkdv" else (kept, streamed)
     triton_tiles.HOPPER[kernel] = triton_tiles.AMPERE[kernel] = triton_tiles.SMALL[kernel] = {256: (*sizes, warps, stages)}

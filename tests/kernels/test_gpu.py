@@ -14,7 +14,7 @@ from ringspan.kernels.blocks import block_forward
 from ringspan.kernels.runtime import call_cache
 from ringspan.kernels.segments import one_segment
 from tests.kernels.backends.test_backends import check_case
-from tests.kernels.helpers.cases import CASES
+from tests.kernels.helpers.cases import CASES, CHUNKED_CASES
 from tests.kernels.helpers.dense import Case
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,13 @@ def test_sweep_on_hopper(case: Case, dtype: torch.dtype, growth: int, poisoned_m
 def test_sweep_of_wide_heads_on_hopper(case: Case, poisoned_memory: None) -> None:
     """At head dim 128, a backward's consumers skip query tiles without visible keys of theirs."""
     check_case(replace(case.grown(13), width=128), "hopper", torch.bfloat16, "cuda")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("growth", [1, 13])
+@pytest.mark.parametrize("case", CHUNKED_CASES, ids=str)
+def test_sweep_of_head_dims_in_chunks(case: Case, growth: int, poisoned_memory: None) -> None:
+    check_case(case.grown(growth), "hopper", torch.bfloat16, "cuda")
 
 
 @pytest.mark.hopper
@@ -85,12 +92,16 @@ def test_every_head_dim(width: int, v_width: int | None, backend: str, poisoned_
     check_case(case, backend, torch.bfloat16, "cuda")
 
 
-LONG = {
-    "causal-64k-d128": (65536, 128, lambda n: Mask(causal=True)),
-    "full-32k-d64": (32768, 64, lambda n: Mask()),
-    "window-64k-d128": (65536, 128, lambda n: Mask(causal=True, window=4096)),
-    "documents-64k-d64": (65536, 64, lambda n: Mask.from_lengths([20000, 1, 15000, n - 35001], causal=True)),
-    "prefix-16k-d256": (16384, 256, lambda n: Mask(causal=True, prefix=5000)),
+LONG = {  # name: (length, head dim of q and k, of v, mask)
+    "causal-64k-d128": (65536, 128, 128, lambda n: Mask(causal=True)),
+    "full-32k-d64": (32768, 64, 64, lambda n: Mask()),
+    "window-64k-d128": (65536, 128, 128, lambda n: Mask(causal=True, window=4096)),
+    "documents-64k-d64": (65536, 64, 64, lambda n: Mask.from_lengths([20000, 1, 15000, n - 35001], causal=True)),
+    "prefix-16k-d256": (16384, 256, 256, lambda n: Mask(causal=True, prefix=5000)),
+    "causal-16k-d96": (16384, 96, 96, lambda n: Mask(causal=True)),
+    "causal-16k-d192-128": (16384, 192, 128, lambda n: Mask(causal=True)),
+    "full-16k-d80": (16384, 80, 80, lambda n: Mask()),
+    "window-32k-d160": (32768, 160, 160, lambda n: Mask(causal=True, window=4096)),
 }
 
 
@@ -99,9 +110,10 @@ LONG = {
 def test_long_against_chunked_in_fp32(name: str, backend: str, monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     monkeypatch.setattr("ringspan.kernels.backends.chunked.Q_CHUNK", 1024)
     monkeypatch.setattr("ringspan.kernels.backends.chunked.K_CHUNK", 2048)
-    length, width, make = LONG[name]
+    length, width, v_width, make = LONG[name]
     mask = make(length)
-    q, k, v, dout = (torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    sizes = (4, width), (2, width), (2, v_width), (4, v_width)
+    q, k, v, dout = (torch.randn(1, length, *size, device="cuda", dtype=torch.bfloat16) for size in sizes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, mask, return_lse=True, backend=backend)
     results = out, lse, *torch.autograd.grad(out, leaves, dout)

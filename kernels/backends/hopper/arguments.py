@@ -25,22 +25,27 @@ LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each
 
 
 def forward_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_tiles: Tensor, lse: Tensor, carry_out: Tensor | None,
-    carry_lse: Tensor | None, mask: tuple[Any, ...], work_counter: Tensor, tiles: Tiles, **common: Any,
+    q: Tensor, q_tail: Tensor, k: Tensor, k_tail: Tensor, v: Tensor, v_tail: Tensor, out: Tensor, out_tiles: Tensor,
+    lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None, mask: tuple[Any, ...], work_counter: Tensor,
+    tiles: Tiles, **common: Any,
 ) -> Arguments:  # fmt: skip
     """Return the grid size and arguments of `forward.attention_forward`."""
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, v_width = v.shape
     options = dict(tiles)
-    block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
+    block_d, tail_d = options.pop("BLOCK_D"), options.pop("TAIL_D")
+    block_dv, tail_dv, block_n = options["BLOCK_DV"], options["TAIL_DV"], options["BLOCK_N"]
     staged = options.pop("STAGED")  # store out through shared memory, if it fits: half of the columns in fp32
     out_columns = 2 * block_dv // out.element_size()
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
     kv_bytes = k_rows * (width + v_width) * k.element_size()
     args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
+        q_tail=tail_descriptor(q_tail, q_rows, WARPGROUP_ROWS, tail_d),
         k=descriptor(k, k_rows, block_n, block_d),
+        k_tail=tail_descriptor(k_tail, k_rows, block_n, tail_d),
         v=descriptor(v, k_rows, block_n, block_dv),
+        v_tail=tail_descriptor(v_tail, k_rows, block_n, tail_dv),
         out=out,
         out_tiles=descriptor(out_tiles, q_rows, WARPGROUP_ROWS, out_columns) if staged else None,
         lse=lse,
@@ -65,8 +70,8 @@ def forward_arguments(
 
 
 def backward_arguments(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, dk: Tensor, dk_tiles: Tensor, dv: Tensor, dv_tiles: Tensor,
+    dout: Tensor, dout_tail: Tensor, q: Tensor, q_tail: Tensor, k: Tensor, k_tail: Tensor, v: Tensor, v_tail: Tensor,
+    lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dk_tiles: Tensor, dv: Tensor, dv_tiles: Tensor,
     turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **common: Any,
 ) -> Arguments:  # fmt: skip
     """Return the grid size and arguments of `backward.attention_backward`."""
@@ -74,9 +79,11 @@ def backward_arguments(
     _, k_rows, kv_heads, v_width = v.shape
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
+    tail_d, tail_dv = options["TAIL_D"], options["TAIL_DV"]
     num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
     # store through shared memory (dk through a slot of q or dout) where it fits and the result overwrites dk and dv
     staged = STORE_GRADIENTS_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
+    staged &= tail_d == tail_dv == 0
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     # The TMA always stores 64 rows. Tiles follow document borders unless dq is ordered (turns); a tile that ends within
     # 64 rows is stored from registers.
@@ -88,9 +95,13 @@ def backward_arguments(
         concurrent_heads = num_sequences
     args = dict(
         dout=descriptor(dout, q_rows, 64, block_dv),
+        dout_tail=tail_descriptor(dout_tail, q_rows, 64, tail_dv),
         q=descriptor(q, q_rows, 64, block_d),
+        q_tail=tail_descriptor(q_tail, q_rows, 64, tail_d),
         k=descriptor(k, k_rows, block_n, block_d),
+        k_tail=tail_descriptor(k_tail, k_rows, block_n, tail_d),
         v=descriptor(v, k_rows, 64, block_dv),
+        v_tail=tail_descriptor(v_tail, k_rows, 64, tail_dv),
         dq=descriptor(dq, q_rows, 64, options["DQ_WIDTH"]),
         lse=lse,
         delta=delta,
@@ -124,8 +135,14 @@ def descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> Ten
     batch, _, heads, width = x.shape
     # the stride of a dimension of size 1 is arbitrary, and the TMA rejects some values
     strides = [x.stride(dim) if x.shape[dim] > 1 else block_columns for dim in (0, 2, 1)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=4)
+    swizzle = min(128, block_columns * x.element_size())
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=x.element_size() * 8, rank=4)
     return TensorDescriptor(x, [batch, heads, rows, width], [*strides, 1], [1, 1, block_rows, block_columns], layout)
+
+
+def tail_descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -> TensorDescriptor | None:
+    """Describe the columns of the second chunk; None if there is none."""
+    return descriptor(x, rows, block_rows, block_columns) if block_columns else None
 
 
 def num_concurrent_heads(

@@ -28,6 +28,7 @@ from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
 from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
 from ringspan.kernels.backends.hopper.backward_dq import collect_dq
 from ringspan.kernels.backends.hopper.backward_producer import produce
+from ringspan.kernels.backends.hopper.chunks import allocate_tiles, block_bytes, load_tiles
 from ringspan.kernels.backends.hopper.common import (
     invalidate_barriers,
     make_barriers,
@@ -52,28 +53,32 @@ from ringspan.kernels.backends.triton.common import (
 from ringspan.kernels.mask import Bounds
 from ringspan.kernels.runtime.call_cache import Replay
 from ringspan.kernels.runtime.launch import CachedLaunch, Launch
-from ringspan.kernels.runtime.triton_compat import tma_load
 
 
 @gluon.jit(**ANY_SIZE)
 def attention_backward(
-    dout, q, k, v, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
+    dout, dout_tail, q, q_tail, k, k_tail, v, v_tail, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
     lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, concurrent_heads, scale, softcap,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr,
-    TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Accumulate dq and write (ADD: accumulate) dk and dv of one tile of keys, or of a document piece's tiles.
 
-    dout, q, k, v, dq, dk_tiles and dv_tiles are TMA descriptors of (batch, head, row, column). Without dk_tiles and dv_tiles,
-    and where a tile ends within 64 rows, registers are stored to dk and dv directly. If neither applies, dk and dv are None.
+    dout, q, k, v, their tails (chunks.py), dq, dk_tiles and dv_tiles are TMA descriptors of (batch, head, row, column).
+    Without dk_tiles and dv_tiles, and where a tile ends within 64 rows, registers are stored to dk and dv directly. If
+    neither applies, dk and dv are None.
     """
-    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [BLOCK_N // 64, 1, 1, 64, BLOCK_DV], v.layout)
-    q_tile = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, 64, BLOCK_D], q.layout)
-    dout_tile = gl.allocate_shared_memory(dout.dtype, [STAGES, 1, 1, 64, BLOCK_DV], dout.layout)
-    ds_tile = gl.allocate_shared_memory(q.dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
+    dout = (dout,) if dout_tail is None else (dout, dout_tail)
+    q = (q,) if q_tail is None else (q, q_tail)
+    k = (k,) if k_tail is None else (k, k_tail)
+    v = (v,) if v_tail is None else (v, v_tail)
+    k_tile = allocate_tiles(k, 1)
+    v_tile = allocate_tiles(v, BLOCK_N // 64)
+    q_tile = allocate_tiles(q, STAGES)
+    dout_tile = allocate_tiles(dout, STAGES)
+    ds_tile = gl.allocate_shared_memory(q[0].dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
     dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, DQ_WIDTH], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
     lse_tile = stats  # not read without softcap: there the matmul subtracts lse
@@ -104,31 +109,29 @@ def attention_backward(
             tile_end = next_tile_end(first_key, piece_end, BLOCK_N)
             process_key_tile(
                 inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
-                D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
+                D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
             )  # fmt: skip
             first_key = tile_end
     else:
         process_key_tile(
             inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, row_count(k_at),
-            D, DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
         )  # fmt: skip
 
 
 @gluon.jit
 def process_key_tile(
     inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
-    D: gl.constexpr, DV: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
-    FROM_DOCUMENTS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    TAIL_DV: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, FROM_DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Process the keys before `tile_end` of one tile, with all queries that see some of them."""
     dout, q, k, v, lse, delta, lse_strides, delta_strides = inputs
     dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides = outputs
     k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets = buffers
     mask, q_at, k_at, scale, softcap = options
-    BLOCK_N: gl.constexpr = k_tile.shape[3]
-    BLOCK_D: gl.constexpr = k_tile.shape[4]
-    BLOCK_DV: gl.constexpr = v_tile.shape[4]
-    STAGES: gl.constexpr = q_tile.shape[0]
+    BLOCK_N: gl.constexpr = k_tile[0].shape[3]
+    STAGES: gl.constexpr = q_tile[0].shape[0]
     DS_STAGES: gl.constexpr = ds_tile.shape[0]
     DQ_STAGES: gl.constexpr = dq_tile.shape[0]
     DQ_WIDTH: gl.constexpr = dq_tile.shape[4]
@@ -143,10 +146,10 @@ def process_key_tile(
     barriers = (kv_full, exchange, q_full, q_free, ds_full, ds_free)
 
     # these loads overlap the computation of the query tiles
-    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // 64 * v.block_type.nbytes)
-    tma_load(k, [b, kv_head, first_key, 0], kv_full.index(0), k_tile.index(0))
+    mbarrier.expect(kv_full.index(0), block_bytes(k) + BLOCK_N // 64 * block_bytes(v))
+    load_tiles(k, b, kv_head, first_key, kv_full.index(0), k_tile, 0)
     for half in gl.static_range(BLOCK_N // 64):
-        tma_load(v, [b, kv_head, first_key + half * 64, 0], kv_full.index(0), v_tile.index(half))
+        load_tiles(v, b, kv_head, first_key + half * 64, kv_full.index(0), v_tile, half)
     first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
     last_lo, last_hi = visible_queries(position(gl.minimum(first_key + BLOCK_N, tile_end) - 1, k_at), mask, b)
     origin = 0  # first row of query tile 0
@@ -183,21 +186,21 @@ def process_key_tile(
     # With TIGHT, weights wait for dS as fp16: finer than bf16, but its smallest number is 6e-8. So they are scaled by 2¹⁴, and
     # so are dq, dk and dv until they are stored; a power of two rounds nothing. A weight of 4 would overflow: lse must cover
     # all keys, as in any backward. With fp16 inputs dS would overflow, so only the waiting weights are scaled (BIAS 0).
-    BIAS: gl.constexpr = 14 if TIGHT and q.dtype == gl.bfloat16 else 0
+    BIAS: gl.constexpr = 14 if TIGHT and q[0].dtype == gl.bfloat16 else 0
     # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
     CONSUMER_REGISTERS: gl.constexpr = 208 if BLOCK_N == 128 else 200
     gl.warp_specialize([
         (consume, (
             consumer_buffers, barriers, key_range, gradients, options, 0,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (consume, (
             consumer_buffers, barriers, key_range, gradients, options, 1,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )),
         (collect_dq, (
             dq, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale * 2.0**-BIAS,
-            BLOCK_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
+            BLOCK_D, TAIL_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
         )),
         (produce, (
             q, dout, q_tile, dout_tile, statistics, barriers,
@@ -215,24 +218,26 @@ def process_key_tile(
 @gluon.jit
 def consume(
     buffers, barriers, key_range, gradients, options, CONSUMER_ID: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
-    GROUP: gl.constexpr, ADD: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr,
+    BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Role of a consumer warpgroup: by keys with 128 of them, by columns with 64."""
     if BLOCK_N == 128:
         consume_keys(
             buffers, barriers, key_range, gradients, options, CONSUMER_ID,
-            D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
         )  # fmt: skip
     elif CONSUMER_ID == 0:
         consume_weights(
-            buffers, barriers, key_range, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD
-        )
+            buffers, barriers, key_range, gradients, options,
+            D, DV, BLOCK_D, BLOCK_DV, TAIL_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD,
+        )  # fmt: skip
     else:
         consume_ds(
-            buffers, barriers, key_range, gradients, options, D, DV, BLOCK_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD
-        )
+            buffers, barriers, key_range, gradients, options,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD,
+        )  # fmt: skip
 
 
 Result = TypeVar("Result")
@@ -287,5 +292,5 @@ def replay(
 
 def kernel_tensors(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:
     """Return the tensors among the kernel's arguments."""
-    outputs = gradients._asdict() | dict(dk_tiles=gradients.dk, dv_tiles=gradients.dv)
-    return dict(q=q, k=k, v=v, turns=None, mask=mask_argument(bounds), **outputs)
+    outputs = gradients._asdict() | dict(dk_tiles=gradients.dk, dv_tiles=gradients.dv, dout_tail=gradients.dout)
+    return dict(q=q, q_tail=q, k=k, k_tail=k, v=v, v_tail=v, turns=None, mask=mask_argument(bounds), **outputs)

@@ -20,6 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringspan.kernels.backends.hopper.chunks import (
+    accumulate,
+    load_operand,
+    multiply_transposed,
+    select,
+    select_rows,
+    wait_matmuls,
+    zero_accumulators,
+)
 from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_free, wait_full
 from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
 from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, tma_store
@@ -28,9 +37,9 @@ from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, tma_store
 @gluon.jit
 def consume_keys(
     buffers, barriers, key_range, gradients, options, CONSUMER_ID: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
-    ADD: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    TAIL_DV: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr, BIAS: gl.constexpr,
+    GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Compute dS, dk and dv of 64 keys."""
     k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets = buffers
@@ -39,8 +48,8 @@ def consume_keys(
     dk_out, dk_tiles, dv_out, dv_tiles, dk_strides, dv_strides = gradients
     mask, q_at, k_at, scale, softcap = options
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
-    K_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_D)
-    V_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_DV)
+    DV_MATMULS: gl.constexpr = 1 if TAIL_DV == 0 else 2
+    DTYPE: gl.constexpr = q_tile[0].dtype
     KEYS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     SKIPS_TILES: gl.constexpr = TIGHT
@@ -48,34 +57,34 @@ def consume_keys(
     OFFSET: gl.constexpr = CONSUMER_ID * 64
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, K_LAYOUT)
-    dv = gl.zeros([64, BLOCK_DV], gl.float32, V_LAYOUT)
+    dk = zero_accumulators(BLOCK_D, TAIL_D)
+    dv = zero_accumulators(BLOCK_DV, TAIL_DV)
     key = first_key + OFFSET + gl.arange(0, 64, KEYS)
     lo, hi = visible_queries(position(key, k_at), mask, b)
     key_ok = key < tile_end
     hi = gl.where(key_ok, hi, -MAX_POSITION)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
-    v_operand = v_tile.index(CONSUMER_ID).reshape([64, BLOCK_DV])
+    v_operand = select(v_tile, CONSUMER_ID)
     if not TIGHT:  # in registers, which halves the shared memory reads of the matmul for dP
-        v_operand = v_operand.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        v_operand = load_operand(v_operand, gl.DotOperandLayout(0, S_LAYOUT, 2))
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
         wait_full(q_full, 0, STAGES)
-        k_half = k_tile.index(0).reshape([128, BLOCK_D]).slice(OFFSET, 64)
-        s = matmul_minus_stats(k_half, q_tile.index(0), zero, selector, stats.index(0), BLOCK_D)
+        k_half = select_rows(k_tile, 0, OFFSET)
+        s = matmul_minus_stats(k_half, select(q_tile, 0), zero, selector, stats.index(0))
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
-        k_half = k_tile.index(0).reshape([128, BLOCK_D]).slice(OFFSET, 64)
+        k_half = select_rows(k_tile, 0, OFFSET)
         v_half = v_operand
         if TIGHT:
             # 0, which the compiler cannot know: otherwise it keeps the address of each slice of k and v in a register
             opaque_zero = i >> 30
-            k_half = k_tile.index(opaque_zero).reshape([128, BLOCK_D]).slice(OFFSET, 64)
-            v_half = v_tile.index(opaque_zero + CONSUMER_ID).reshape([64, BLOCK_DV])
+            k_half = select_rows(k_tile, opaque_zero, OFFSET)
+            v_half = select(v_tile, opaque_zero + CONSUMER_ID)
         slot = i % STAGES
-        q = q_tile.index(slot).reshape([64, BLOCK_D])
-        dout = dout_tile.index(slot).reshape([64, BLOCK_DV])
+        q = select(q_tile, slot)
+        dout = select(dout_tile, slot)
         if ALTERNATES:
             mbarrier.wait(exchange[CONSUMER_ID].index(0), (i & 1) ^ (1 - CONSUMER_ID))  # consumer 0 starts
         if TIGHT:
@@ -84,12 +93,12 @@ def consume_keys(
         # near the diagonal a tile's queries may see only the other consumer's keys
         if (marks & (2 << CONSUMER_ID) if SKIPS_TILES else 1) != 0:
             if TIGHT:
-                s = matmul_minus_stats(k_half, q_tile.index(slot), zero, selector, stats.index(2 * slot), BLOCK_D)
+                s = matmul_minus_stats(k_half, q, zero, selector, stats.index(2 * slot))
                 s = warpgroup_mma_wait(0, deps=(s,))
                 if ALTERNATES:
                     arrive_per_thread(exchange[1 - CONSUMER_ID].index(0))
             else:
-                dp = matmul_minus_stats(v_half, dout_tile.index(slot), zero, selector, stats.index(2 * slot + 1), BLOCK_DV)
+                dp = matmul_minus_stats(v_half, dout, zero, selector, stats.index(2 * slot + 1))
             s, factor = exponents(s, scale, softcap, False)
             exponent = s * factor
             if softcap is not None:
@@ -97,7 +106,7 @@ def consume_keys(
             p = gl.exp2(exponent)
             # Cast before the mask: the compiler moves nothing across the mask's branch, and conversions overlap exponentials.
             if CAST_BEFORE_MASK:
-                weights, p = cast_weights(p, q_tile.dtype, TIGHT, BIAS)
+                weights, p = cast_weights(p, DTYPE, TIGHT, BIAS)
             if marks & 1 != 0:
                 p_q = position(load_int(tile_info, 3 * slot + 1) + row_offsets.load(QUERIES), q_at)
                 visible = p_q[None, :] <= hi[:, None]
@@ -107,56 +116,59 @@ def consume_keys(
                 if CAST_BEFORE_MASK:
                     weights = gl.where(visible, weights, 0.0)
             if not CAST_BEFORE_MASK:
-                weights, p = cast_weights(p, q_tile.dtype, TIGHT, BIAS)
-            weights = gl.convert_layout(weights, gl.DotOperandLayout(0, V_LAYOUT, 2))
+                weights, p = cast_weights(p, DTYPE, TIGHT, BIAS)
+            weights = gl.convert_layout(weights, gl.DotOperandLayout(0, dv[0].type.layout, 2))
             if TIGHT:
-                dp = matmul_minus_stats(v_half, dout_tile.index(slot), zero, selector, stats.index(2 * slot + 1), BLOCK_DV)
-            dv = warpgroup_mma(weights, dout, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
+                dp = matmul_minus_stats(v_half, dout, zero, selector, stats.index(2 * slot + 1))
+            dv = accumulate(weights, dout, dv)
+            dp = warpgroup_mma_wait(DV_MATMULS, deps=(dp,))
             ds = p.to(gl.float32) * dp
             if TIGHT and BIAS == 0:
                 ds *= 2.0**-14
             if softcap is not None:
                 ds *= 1 - s * s
-            ds = ds.to(q_tile.dtype)
+            ds = ds.to(DTYPE)
             ds_slot = wait_free(ds_free, i, DS_STAGES)
             ds_tile.index(ds_slot).slice(OFFSET, 64).store(ds)
             if TIGHT:
                 fence_and_arrive(ds_full.index(ds_slot))
-            dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
+            dk = accumulate(ds, q, dk)
             if not TIGHT:
                 fence_and_arrive(ds_full.index(ds_slot))
             if TIGHT:
-                dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+                dk, dv = wait_matmuls(0, dk, dv)
             else:  # the next tile's scores; after the last tile they are computed from stale data and discarded
                 if i + 1 < steps:
                     wait_full(q_full, i + 1, STAGES)
                 next_slot = (i + 1) % STAGES
-                s = matmul_minus_stats(k_half, q_tile.index(next_slot), zero, selector, stats.index(2 * next_slot), BLOCK_D)
-                dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
+                s = matmul_minus_stats(k_half, select(q_tile, next_slot), zero, selector, stats.index(2 * next_slot))
+                dk, dv, s = wait_matmuls(0, dk, dv, s)
         else:
             if ALTERNATES:
                 arrive_per_thread(exchange[1 - CONSUMER_ID].index(0))
             ds_slot = wait_free(ds_free, i, DS_STAGES)
-            ds_tile.index(ds_slot).slice(OFFSET, 64).store(gl.zeros([64, 64], q_tile.dtype, S_LAYOUT))
+            ds_tile.index(ds_slot).slice(OFFSET, 64).store(gl.zeros([64, 64], DTYPE, S_LAYOUT))
             fence_and_arrive(ds_full.index(ds_slot))
         arrive_per_thread(q_free.index(slot))
-    dk *= scale * 2.0**-BIAS
-    dv *= 2.0**-BIAS
+    if TAIL_D > 0:
+        store_columns(dk[1] * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, BLOCK_D, D, ADD)
+    if TAIL_DV > 0:
+        store_columns(dv[1] * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, BLOCK_DV, DV, ADD)
+    dk, dv = dk[0] * (scale * 2.0**-BIAS), dv[0] * 2.0**-BIAS
     if dk_tiles is None:
-        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
-        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, ADD)
+        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, ADD)
     elif ((first_key + OFFSET + 64 <= tile_end) | (tile_end == row_count(k_at))) if dk_out is not None else True:
         store_by_tma(dk, dv, dk_tiles, dv_tiles, buffers, q_free, [b, kv_head, first_key + OFFSET, 0], steps, CONSUMER_ID)
     else:  # another document begins within these rows
-        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, BLOCK_D, K_LAYOUT, ADD)
-        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, BLOCK_DV, V_LAYOUT, ADD)
+        store_columns(dk, dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, ADD)
+        store_columns(dv, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, ADD)
 
 
 @gluon.jit
 def store_by_tma(dk, dv, dk_tiles, dv_tiles, buffers, q_free, coordinates, steps, CONSUMER_ID: gl.constexpr):
     """Store dk and dv by TMA through shared memory that is no longer needed."""
-    _k_tile, v_tile, q_tile, dout_tile, _ds_tile, _stats, _lse_tile, _tile_info, _rows = buffers
+    v_tile, q_tile, dout_tile = buffers[1][0], buffers[2][0], buffers[3][0]  # one chunk
     STAGES: gl.constexpr = q_tile.shape[0]
     # Only this consumer reads its half of v. The next slot of q and dout is free once all have read it. If the other consumer's
     # scores run one tile ahead, they read dk from there and are discarded.
@@ -181,10 +193,10 @@ def stats_selector(S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def matmul_minus_stats(rows, tile, zero, selector, stats, WIDTH: gl.constexpr):
+def matmul_minus_stats(rows, tile, zero, selector, stats):
     """Start rows · tileᵀ minus each query's lse or delta, (keys, queries): rows of k or v, a tile of q or dout."""
-    acc = warpgroup_mma(rows, tile.reshape([64, WIDTH]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(selector, stats.permute((1, 0)), acc, is_async=True)
+    product = multiply_transposed(rows, tile, zero)
+    return warpgroup_mma(selector, stats.permute((1, 0)), product, is_async=True)
 
 
 @gluon.jit
@@ -207,12 +219,12 @@ def fence_and_arrive(full):
 
 @gluon.jit
 def store_columns(
-    value, pointer, strides, b, h, row, row_ok, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr, ADD: gl.constexpr,
+    value, pointer, strides, b, h, row, row_ok, FIRST: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store WIDTH columns of dk or dv from column FIRST on; the tensor has COLUMNS."""
+    """Store columns of dk or dv from column FIRST on; the tensor has COLUMNS."""
+    LAYOUT: gl.constexpr = value.type.layout
     row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    column = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    column = FIRST + gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))
     is_valid = gl.convert_layout(row_ok, gl.SliceLayout(1, LAYOUT))[:, None] & (column < COLUMNS)[None, :]
     pointers = pointer + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[2] + row[:, None] * strides[1] + column[None, :]
     if ADD:

@@ -1,7 +1,7 @@
 """Consumers of Hopper's backward above head dim 128, where a thread block owns 64 keys (see backward.py).
 
-The registers of a warpgroup cannot hold all columns of dk and dv, so each consumer accumulates half of the columns. Both need
-all weights and all of dS:
+The registers of a warpgroup cannot hold all columns of dk and dv, so each consumer accumulates half of the columns. A second
+chunk (chunks.py) has one consumer: dv's goes to consume_weights, and dk's to consume_ds. Both need all weights and all of dS:
 
     consume_weights                                  consume_ds
     s, p ──▶ ds_tile ───── exchange[0] ───────────▶  dP, concurrently with s; dS = p (dP - delta)
@@ -22,6 +22,14 @@ from ringspan.kernels.backends.hopper.backward_consumer import (
     stats_selector,
     store_columns,
 )
+from ringspan.kernels.backends.hopper.chunks import (
+    accumulate,
+    accumulate_chunk,
+    narrow,
+    select,
+    wait_matmuls,
+    zero_accumulators,
+)
 from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_free, wait_full
 from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
 
@@ -29,10 +37,10 @@ from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, pos
 @gluon.jit
 def consume_weights(
     buffers, barriers, key_range, gradients, options,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and weights, and the left columns of dk and dv."""
+    """Compute scores and weights, the left columns of dk and dv, and the second chunk of dv."""
     k_tile, _v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets = buffers
     kv_full, exchange, q_full, q_free, ds_full, ds_free = barriers
     b, kv_head, first_key, _tile_end, begin, end = key_range
@@ -42,13 +50,12 @@ def consume_weights(
     WIDTH_V: gl.constexpr = BLOCK_DV // 2
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
-    V_LAYOUT: gl.constexpr = accumulator_layout(WIDTH_V)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    DTYPE: gl.constexpr = q_tile.dtype
+    DTYPE: gl.constexpr = q_tile[0].dtype
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
     dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
-    dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
+    dv = zero_accumulators(WIDTH_V, TAIL_DV)
     key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     lo, hi = visible_queries(position(key, k_at), mask, b)
     key_ok = key < row_count(k_at)
@@ -58,10 +65,10 @@ def consume_weights(
     s = zero
     if steps > 0:
         wait_full(q_full, 0, STAGES)
-        s = matmul_minus_stats(k_tile.index(0).reshape([64, BLOCK_D]), q_tile.index(0), zero, selector, stats.index(0), BLOCK_D)
+        s = matmul_minus_stats(select(k_tile, 0), select(q_tile, 0), zero, selector, stats.index(0))
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
-        k_rows = k_tile.index(i >> 30).reshape([64, BLOCK_D])  # opaque 0, see backward_consumer.py
+        k_rows = select(k_tile, i >> 30)  # opaque 0, see backward_consumer.py
         slot = i % STAGES
         marks = load_int(tile_info, 3 * slot + 2)
         s, factor = exponents(s, scale, softcap, False)
@@ -75,7 +82,7 @@ def consume_weights(
             if mask[1] is not None or mask[2] is not None:
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
-        weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, V_LAYOUT, 2))
+        weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
         if BIAS == 0:
             p *= 2.0**14
         ds_slot = wait_free(ds_free, i, DS_STAGES)
@@ -86,30 +93,31 @@ def consume_weights(
             mbarrier.wait(exchange[1].index(ds_slot), (i // DS_STAGES) & 1)
             ds_tile.index(ds_slot).store(slope.to(DTYPE, bitcast=True))
             fence_and_arrive(exchange[0].index(ds_slot))
-        dout = dout_tile.index(slot).reshape([64, BLOCK_DV]).slice(0, WIDTH_V, dim=1)
-        dv = warpgroup_mma(weights, dout, dv, is_async=True)
-        dv = warpgroup_mma_wait(0, deps=(dv,))
+        dv = accumulate(weights, narrow(select(dout_tile, slot), 0, WIDTH_V), dv)
+        dv = wait_matmuls(0, dv)
         # the next tile's scores; after the last tile they are computed from stale data and discarded
         if i + 1 < steps:
             wait_full(q_full, i + 1, STAGES)
         next_slot = (i + 1) % STAGES
-        s = matmul_minus_stats(k_rows, q_tile.index(next_slot), zero, selector, stats.index(2 * next_slot), BLOCK_D)
+        s = matmul_minus_stats(k_rows, select(q_tile, next_slot), zero, selector, stats.index(2 * next_slot))
         wait_full(ds_full, i, DS_STAGES)
-        q = q_tile.index(slot).reshape([64, BLOCK_D]).slice(0, WIDTH, dim=1)
+        q = select(q_tile, slot)[0].slice(0, WIDTH, dim=1)
         dk = warpgroup_mma(ds_tile.index(ds_slot), q, dk, is_async=True)
         dk, s = warpgroup_mma_wait(0, deps=(dk, s))
         arrive_per_thread(q_free.index(slot))
-    store_columns(dk * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, WIDTH, K_LAYOUT, ADD)
-    store_columns(dv * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, WIDTH_V, V_LAYOUT, ADD)
+    store_columns(dk * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, ADD)
+    store_columns(dv[0] * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, ADD)
+    if TAIL_DV > 0:
+        store_columns(dv[1] * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, BLOCK_DV, DV, ADD)
 
 
 @gluon.jit
 def consume_ds(
     buffers, barriers, key_range, gradients, options,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the weights and dS, and the right columns of dk and dv."""
+    """Compute the gradients of the weights and dS, the right columns of dk and dv, and the second chunk of dk."""
     _k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, _lse_tile, _tile_info, _rows = buffers
     kv_full, exchange, q_full, q_free, ds_full, _ds_free = barriers
     b, kv_head, first_key, _tile_end, begin, end = key_range
@@ -118,21 +126,20 @@ def consume_ds(
     WIDTH: gl.constexpr = BLOCK_D // 2
     WIDTH_V: gl.constexpr = BLOCK_DV // 2
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
-    K_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
     V_LAYOUT: gl.constexpr = accumulator_layout(WIDTH_V)
-    DTYPE: gl.constexpr = q_tile.dtype
+    DTYPE: gl.constexpr = q_tile[0].dtype
     EXCHANGES: gl.constexpr = 1 if softcap is None else 2  # tiles that consume_weights hands over per query tile
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
-    dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
+    dk = zero_accumulators(WIDTH, TAIL_D)
     dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
     key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     key_ok = key < row_count(k_at)
     mbarrier.wait(kv_full.index(0), 0)
     for i in range(GROUP * (end - begin)):
-        v_rows = v_tile.index(i >> 30).reshape([64, BLOCK_DV])
+        v_rows = select(v_tile, i >> 30)
         slot = wait_full(q_full, i, STAGES)
-        dp = matmul_minus_stats(v_rows, dout_tile.index(slot), zero, selector, stats.index(2 * slot + 1), BLOCK_DV)
+        dp = matmul_minus_stats(v_rows, select(dout_tile, slot), zero, selector, stats.index(2 * slot + 1))
         ds_slot = i % DS_STAGES
         shared = ds_tile.index(ds_slot)
         mbarrier.wait(exchange[0].index(ds_slot), (EXCHANGES * (i // DS_STAGES)) & 1)
@@ -149,11 +156,12 @@ def consume_ds(
         ds = ds.to(DTYPE)
         shared.store(ds)
         fence_and_arrive(ds_full.index(ds_slot))
-        dout = dout_tile.index(slot).reshape([64, BLOCK_DV]).slice(WIDTH_V, WIDTH_V, dim=1)
-        dv = warpgroup_mma(gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, V_LAYOUT, 2)), dout, dv, is_async=True)
-        q = q_tile.index(slot).reshape([64, BLOCK_D]).slice(WIDTH, WIDTH, dim=1)
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2)), q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        dout = select(dout_tile, slot)[0].slice(WIDTH_V, WIDTH_V, dim=1)
+        dv = accumulate_chunk(weights.to(DTYPE), dout, dv)
+        dk = accumulate(ds, narrow(select(q_tile, slot), WIDTH, WIDTH), dk)
+        dk, dv = wait_matmuls(0, dk, dv)
         arrive_per_thread(q_free.index(slot))
-    store_columns(dk * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, WIDTH, D, WIDTH, K_LAYOUT, ADD)
-    store_columns(dv * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, WIDTH_V, DV, WIDTH_V, V_LAYOUT, ADD)
+    store_columns(dk[0] * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, WIDTH, D, ADD)
+    if TAIL_D > 0:
+        store_columns(dk[1] * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, BLOCK_D, D, ADD)
+    store_columns(dv * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, WIDTH_V, DV, ADD)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ringspan.kernels.backends.hopper.chunks import select, zero_accumulators
 from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_full
 from ringspan.kernels.runtime.triton_compat import barrier, tma_add, with_layout
 
@@ -26,8 +27,8 @@ from ringspan.kernels.runtime.triton_compat import barrier, tma_add, with_layout
 @gluon.jit
 def collect_dq(
     dq_out, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+    DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Accumulate dq of each query tile. The slot of q is freed at once, because only its head and row are needed.
 
@@ -38,8 +39,9 @@ def collect_dq(
     turns, _stride, own_turn, _prev_end = dq_turns
     LAYOUT: gl.constexpr = accumulator_layout(64)
     HOLDS_DS: gl.constexpr = BLOCK_N == 64
-    PARTS: gl.constexpr = BLOCK_D // 64
-    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
+    PARTS: gl.constexpr = BLOCK_D // 64 if TAIL_D == 0 else BLOCK_D // 64 + 1  # the last part may be the second chunk
+    NUM_PIECES: gl.constexpr = BLOCK_D // DQ_WIDTH + (TAIL_D + DQ_WIDTH - 1) // DQ_WIDTH
+    zero = zero_accumulators(64, TAIL_D)
     mbarrier.wait(kv_full.index(0), 0)
     prev_h, prev_row = 0, 0
     for i in range(GROUP * (end - begin)):
@@ -49,35 +51,33 @@ def collect_dq(
         if turns is not None:
             current_turn = read_turn(dq_turns, h, row)
         ds_slot = wait_full(ds_full, i, DS_STAGES)
-        k_all = k_tile.index(i >> 30).reshape([BLOCK_N, BLOCK_D])  # opaque 0, see backward_consumer.py
+        k_all = select(k_tile, i >> 30)  # opaque 0, see backward_consumer.py
         ds = ds_tile.index(ds_slot).permute((1, 0))
         if HOLDS_DS:
             ds = ds.load(gl.DotOperandLayout(0, LAYOUT, 2))
             arrive_per_thread(ds_free.index(ds_slot))
         for part in gl.static_range(PARTS):
             if part == 0 or not HOLDS_DS:
-                dq = dq_matmul(ds, k_all, part, zero)
+                dq = dq_matmul(ds, k_all, part, zero, BLOCK_D)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1 and not HOLDS_DS:
                 arrive_per_thread(ds_free.index(ds_slot))
-            pieces = (dq * scale,)
-            if DQ_WIDTH == 32:
-                pieces = (dq * scale).reshape([64, 2, 32]).permute((0, 2, 1)).split()
+            pieces = split_pieces(dq * scale, DQ_WIDTH)
             if turns is not None and part == 0:
                 if i > 0:
                     pass_turn(dq_turns, prev_h, prev_row)
                 prev_h, prev_row = h, row
                 while current_turn != own_turn:  # a barrier of all four warps precedes the next reduce-add
                     current_turn = read_turn(dq_turns, h, row)
-            for piece in gl.static_range(64 // DQ_WIDTH):
+            for piece in gl.static_range((64 if part < BLOCK_D // 64 else max(TAIL_D, DQ_WIDTH)) // DQ_WIDTH):
                 piece_index = part * (64 // DQ_WIDTH) + piece
-                if BLOCK_D // DQ_WIDTH % DQ_STAGES != 0:  # otherwise every tile starts at slot 0
-                    piece_index += i * (BLOCK_D // DQ_WIDTH)
+                if NUM_PIECES % DQ_STAGES != 0:  # otherwise every tile starts at slot 0
+                    piece_index += i * NUM_PIECES
                 piece_tile = dq_tile.index(piece_index % DQ_STAGES)
                 tma.store_wait(DQ_STAGES - 1)  # the TMA has read the slot's previous contents
                 store_staggered(pieces[piece], piece_tile, DQ_WIDTH)
                 if HOLDS_DS and part < PARTS - 1 and piece == 64 // DQ_WIDTH - 1:
-                    dq = dq_matmul(ds, k_all, part + 1, zero)
+                    dq = dq_matmul(ds, k_all, part + 1, zero, BLOCK_D)
                 fence_async_shared()
                 tma_add(dq_out, [b, h, row, part * 64 + piece * DQ_WIDTH], piece_tile)
     if turns is not None and begin < end:
@@ -86,9 +86,23 @@ def collect_dq(
 
 
 @gluon.jit
-def dq_matmul(ds, k_all, part, zero):
-    """Start dS k for the 64 columns of `part`."""
-    return warpgroup_mma(ds, k_all.slice(part * 64, 64, dim=1), zero, use_acc=False, is_async=True)
+def dq_matmul(ds, k_all, part, zero, BLOCK_D: gl.constexpr):
+    """Start dS k for the 64 columns of `part`, or for the second chunk after those of the first."""
+    if part < BLOCK_D // 64:
+        return warpgroup_mma(ds, k_all[0].slice(part * 64, 64, dim=1), zero[0], use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(ds, k_all[1], zero[1], use_acc=False, is_async=True)
+
+
+@gluon.jit
+def split_pieces(dq, WIDTH: gl.constexpr):
+    """Split columns of dq into pieces of WIDTH. A narrow second chunk gets zeros, past the head dim: the TMA drops them."""
+    if dq.shape[1] > WIDTH:
+        return dq.reshape([64, 2, WIDTH]).permute((0, 2, 1)).split()
+    elif dq.shape[1] == WIDTH:
+        return (dq,)
+    else:
+        return split_pieces(gl.join(dq, gl.zeros_like(dq)).permute((0, 2, 1)).reshape([64, 2 * dq.shape[1]]), WIDTH)
 
 
 @gluon.jit

@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ringspan.kernels.backends.hopper.chunks import block_bytes, load_tiles
 from ringspan.kernels.backends.hopper.common import nth_tile, wait_free
 from ringspan.kernels.backends.triton.common import LOG2E
-from ringspan.kernels.runtime.triton_compat import tma_load
 
 
 @gluon.jit
@@ -37,9 +37,9 @@ def produce(
         row = origin + nth_tile(i % num_tiles, begin, full_begin, full_end, end) * 64
         rows = row + gl.arange(0, 64, ROWS)
         slot = wait_free(q_free, i, STAGES)
-        mbarrier.expect(q_full.index(slot), q.block_type.nbytes + dout.block_type.nbytes)
-        tma_load(q, [b, h, row, 0], q_full.index(slot), q_tile.index(slot))
-        tma_load(dout, [b, h, row, 0], q_full.index(slot), dout_tile.index(slot))
+        mbarrier.expect(q_full.index(slot), block_bytes(q) + block_bytes(dout))
+        load_tiles(q, b, h, row, q_full.index(slot), q_tile, slot)
+        load_tiles(dout, b, h, row, q_full.index(slot), dout_tile, slot)
         lse_row = gl.load(
             lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + rows.to(gl.int64) * lse_strides[2],
             mask=rows < num_rows, other=float("-inf"),

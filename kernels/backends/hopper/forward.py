@@ -20,10 +20,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from ringspan.kernels.backends.block import Block, Carry
 from ringspan.kernels.backends.hopper.arguments import forward_arguments, max_keys_per_launch
+from ringspan.kernels.backends.hopper.chunks import (
+    accumulate,
+    allocate_tiles,
+    multiply_transposed,
+    select,
+    wait_matmuls,
+    zero_accumulators,
+)
 from ringspan.kernels.backends.hopper.common import (
     accumulator_layout,
     arrive,
@@ -33,6 +41,7 @@ from ringspan.kernels.backends.hopper.common import (
     wait_full,
     zero_padding,
 )
+from ringspan.kernels.backends.hopper.forward_outputs import LOG2_MAX_CARRY_WEIGHT, MAX_CARRY_WEIGHT, load_carry, store_result
 from ringspan.kernels.backends.hopper.forward_producer import produce, receive_tile
 from ringspan.kernels.backends.hopper.online_softmax import (
     LANE_LAYOUT,
@@ -44,37 +53,35 @@ from ringspan.kernels.backends.hopper.online_softmax import (
 )
 from ringspan.kernels.backends.hopper.tile_sizes import tiles_for
 from ringspan.kernels.backends.triton.arguments import common_arguments, mask_argument
-from ringspan.kernels.backends.triton.common import ANY_SIZE, LN2, LOG2E, position, row_count, rows_below, visible_keys
+from ringspan.kernels.backends.triton.common import ANY_SIZE, position, row_count, rows_below, visible_keys
 from ringspan.kernels.backends.triton.forward import forward_launches, readable_carry
 from ringspan.kernels.mask import Bounds
 from ringspan.kernels.runtime.call_cache import Replay
 from ringspan.kernels.runtime.launch import CachedLaunch, Launch
-from ringspan.kernels.runtime.triton_compat import tma_store
-
-# Upper limit of a carry's weight. Below the limit the row's reference is the largest score of its first tile, so the weight
-# of that score is exactly 1, as without a carry, and is not rounded to 16 bits. At the limit these scores are negligible.
-LOG2_MAX_CARRY_WEIGHT = gl.constexpr(64.0)
-MAX_CARRY_WEIGHT = gl.constexpr(2.0**64)
 
 
 @gluon.jit(**ANY_SIZE)
 def attention_forward(
-    q, k, v, out, out_tiles, lse, carry_out, carry_lse, work_counter,
+    q, q_tail, k, k_tail, v, v_tail, out, out_tiles, lse, carry_out, carry_lse, work_counter,
     out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads, scale, softcap,
-    DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse, persistently over all query tiles.
 
-    q, k, v and out_tiles are TMA descriptors of (batch, head, row, column). Blocks of q and out_tiles have 64 rows; a block
-    of an fp32 out_tiles has half of the columns. Without out_tiles, and where a tile ends within a block, registers are
-    stored to out directly. num_tiles counts work pieces per head (forward_producer.py).
+    q, k, v, their tails (chunks.py) and out_tiles are TMA descriptors of (batch, head, row, column). Blocks of q and
+    out_tiles have 64 rows. Without out_tiles all of out is stored from registers (forward_outputs.py). num_tiles counts work
+    pieces per head (forward_producer.py).
     """
-    q_tile = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, BLOCK_D], q.layout)
-    k_tile = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
-    o_tile = q_tile  # not read without out_tiles
+    q = (q,) if q_tail is None else (q, q_tail)
+    k = (k,) if k_tail is None else (k, k_tail)
+    v = (v,) if v_tail is None else (v, v_tail)
+    inputs = (q, k, v)
+    q_tile = allocate_tiles(q, Q_STAGES * CONSUMERS)
+    k_tile = allocate_tiles(k, STAGES)
+    v_tile = allocate_tiles(v, STAGES)
+    o_tile = q_tile[0]  # not read without out_tiles
     if out_tiles is not None:
         o_tile = gl.allocate_shared_memory(
             out_tiles.dtype, [CONSUMERS, 1, 1, 64, out_tiles.block_type.shape[3]], out_tiles.layout
@@ -96,36 +103,37 @@ def attention_forward(
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, outputs, 0, DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 1, DV, CONSUMERS, IN_STEP)),
-            (produce, (q, k, v, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, outputs, 0, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, outputs, 1, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
+            (produce, (inputs, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, outputs, 0, DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 1, DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 2, DV, CONSUMERS, IN_STEP)),
-            (produce, (q, k, v, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (tiles, queue, work, outputs, 0, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, outputs, 1, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
+            (consume, (tiles, queue, work, outputs, 2, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
+            (produce, (inputs, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
 @gluon.jit
 def consume(
-    tiles, queue, work, outputs, CONSUMER_ID: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, IN_STEP: gl.constexpr,
+    tiles, queue, work, outputs, CONSUMER_ID: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
     """Role of consumer warpgroup CONSUMER_ID: 64 queries of each query tile of the thread block."""
     q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
-    STAGES: gl.constexpr = k_tile.shape[0]
-    BLOCK_N: gl.constexpr = k_tile.shape[3]
-    BLOCK_D: gl.constexpr = k_tile.shape[4]
-    BLOCK_DV: gl.constexpr = v_tile.shape[4]
-    Q_STAGES: gl.constexpr = q_tile.shape[0] // CONSUMERS
+    STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_N: gl.constexpr = k_tile[0].shape[3]
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // CONSUMERS
+    QK_MATMULS: gl.constexpr = len(q_tile)
+    PV_MATMULS: gl.constexpr = len(v_tile)
+    DTYPE: gl.constexpr = v_tile[0].dtype
     mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _concurrent_heads = work
     scale, softcap = outputs[9], outputs[10]
     # with documents a tile's last rows may belong to the next tile, and a thread block may have no tile
     DOCUMENTS: gl.constexpr = mask[2] is not None
     S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_N)
-    O_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_DV)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Without a mask the producer rotates the order of the full tiles, so `tile` is not the loaded tile. It only distinguishes
     # full tiles from a last partial one.
@@ -142,21 +150,21 @@ def consume(
         wait_full(q_full, i, Q_STAGES)
     q_slot = i
     slot = wait_full(kv_full, kv_count, STAGES)
-    s = qk_matmul(q_tile.index(q_slot * CONSUMERS + CONSUMER_ID), k_tile.index(slot), zero_scores, BLOCK_D, BLOCK_N)
+    s = multiply_transposed(select(q_tile, q_slot * CONSUMERS + CONSUMER_ID), select(k_tile, slot), zero_scores)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(kv_free.index(slot), IN_STEP)
     while tile_end != 0:
-        acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
+        acc = zero_accumulators(BLOCK_DV, TAIL_DV)
         min_reference = gl.full([64, 4], NO_REFERENCE, gl.float32, LANE_LAYOUT)
         if HAS_CARRY:
             row_ok = row < (tile_end if DOCUMENTS else row_count(q_at))
             acc, carry_exponent = load_carry(outputs, b, h, row, row_ok, acc, DV)
             min_reference = gl.maximum(carry_exponent - LOG2_MAX_CARRY_WEIGHT, min_reference)
-        q_rows = q_tile.index(q_slot * CONSUMERS + CONSUMER_ID)
+        q_rows = select(q_tile, q_slot * CONSUMERS + CONSUMER_ID)
 
         tile = nth_tile(0, begin, full_begin, full_end, end)
         s, factor = apply_mask(s, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
-        weights, reference, total, _rescale, needs_rescale = compute_weights(s, factor, min_reference, v_tile.dtype, True)
+        weights, reference, total, _rescale, needs_rescale = compute_weights(s, factor, min_reference, DTYPE, True)
         if HAS_CARRY:  # after the first softmax, which covers the latency of the carry's loads
             weight = gl.where(
                 (reference == min_reference) & (min_reference < carry_exponent),
@@ -165,14 +173,14 @@ def consume(
             )
             total += weight / 4  # each of a row's four threads adds a quarter
             if outputs[3] is not None:
-                acc = scale_rows(acc, weight, needs_rescale)
+                acc = scale_accumulators(acc, weight, needs_rescale)
         kv_count += 1
         slot = wait_full(kv_full, kv_count, STAGES)
         num_partial = full_begin - begin + end - full_end
         for j in range(1, end - begin):
-            s = qk_matmul(q_rows, k_tile.index(slot), zero_scores, BLOCK_D, BLOCK_N)
-            acc = pv_matmul(weights, v_tile.index(slot), acc)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = multiply_transposed(q_rows, select(k_tile, slot), zero_scores)
+            acc = pv_matmul(weights, select(v_tile, slot), acc)
+            s = warpgroup_mma_wait(PV_MATMULS, deps=(s,))
             tile = nth_tile(j, begin, full_begin, full_end, end)
             is_partial = j < num_partial if not UNMASKED else False  # a last partial tile is processed first
             s, factor = apply_mask(s, tile, is_partial, lo, hi, mask, columns, scale, softcap, BLOCK_N)
@@ -180,18 +188,18 @@ def consume(
             kv_count += 1
             if OVERLAP:
                 next_weights, reference, partial_sum, rescale, needs_rescale = compute_weights(
-                    s, factor, reference, v_tile.dtype, False
+                    s, factor, reference, DTYPE, False
                 )
                 # This wait is a branch, across which the compiler does not move the matmul wait below. Otherwise it would move
                 # that wait before the softmax, and the softmax would not overlap the matmul with v.
                 slot = wait_full(kv_full, kv_count, STAGES)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = wait_matmuls(0, acc)
             arrive(kv_free.index(prev_slot), IN_STEP)
             if not OVERLAP:  # the registers of the previous weights are free now
                 next_weights, reference, partial_sum, rescale, needs_rescale = compute_weights(
-                    s, factor, reference, v_tile.dtype, False
+                    s, factor, reference, DTYPE, False
                 )
-            acc = scale_rows(acc, rescale, needs_rescale)
+            acc = scale_accumulators(acc, rescale, needs_rescale)
             total = total * rescale + partial_sum
             weights = next_weights
             if not OVERLAP:
@@ -206,13 +214,13 @@ def consume(
         if tile_end != 0:
             wait_full(q_full, i, Q_STAGES)
         q_slot = i % Q_STAGES
-        acc = pv_matmul(weights, v_tile.index(slot), acc)
-        s = qk_matmul(q_tile.index(q_slot * CONSUMERS + CONSUMER_ID), k_tile.index(slot), zero_scores, BLOCK_D, BLOCK_N)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        acc = pv_matmul(weights, select(v_tile, slot), acc)
+        s = multiply_transposed(select(q_tile, q_slot * CONSUMERS + CONSUMER_ID), select(k_tile, slot), zero_scores)
+        acc = wait_matmuls(QK_MATMULS, acc)
 
         store_result(
             acc, reference, total, prev_b, prev_h, prev_first_row, prev_row, prev_tile_end, row_count(q_at),
-            outputs, o_tile.index(CONSUMER_ID), DOCUMENTS, DV, BLOCK_DV, O_LAYOUT,
+            outputs, o_tile.index(CONSUMER_ID), DOCUMENTS, DV,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(kv_free.index(slot), IN_STEP)
@@ -230,98 +238,19 @@ def key_interval(first_row, origin, b, mask, q_at, k_at, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_carry(outputs, b, h, row, row_ok, acc, DV: gl.constexpr):
-    """Return the carry, which initialises a row: its out, and its lse in base 2."""
-    carry_out, carry_lse, carry_out_strides, carry_lse_strides = outputs[3], outputs[4], outputs[7], outputs[8]
-    b, h = b.to(gl.int64), h.to(gl.int64)
-    lse_row = gl.load(
-        carry_lse + b * carry_lse_strides[0] + h * carry_lse_strides[1] + row.to(gl.int64) * carry_lse_strides[2],
-        mask=row_ok, other=float("-inf"),
-    )  # fmt: skip
-    if carry_out is not None:
-        O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        is_valid = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
-        pointers = carry_out + b * carry_out_strides[0] + h * carry_out_strides[2]
-        o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
-        acc = gl.load(pointers + o_row[:, None] * carry_out_strides[1] + column[None, :], mask=is_valid, other=0.0)
-    carry_exponent = gl.convert_layout(lse_row * LOG2E, gl.SliceLayout(1, LANE_LAYOUT), assert_trivial=True)[:, None]
-    return acc, carry_exponent + gl.full([64, 4], 0.0, gl.float32, LANE_LAYOUT)
-
-
-@gluon.jit
-def store_result(
-    acc, reference, total, b, h, first_row, row, tile_end, num_rows, outputs, o_tile,
-    DOCUMENTS: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, O_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Divide by the softmax sum; store rows of out and lse before `tile_end`."""
-    out, out_tiles, lse, _carry_out, carry_lse, out_strides, lse_strides, _carry_out_strides, carry_lse_strides = outputs[:9]
-    b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    # `tile_end` selects the same rows without documents, but compiles to other code, which is not timed
-    row_ok = row < (tile_end if DOCUMENTS else num_rows)
-    total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
-    reference_row = gl.convert_layout(gl.max(reference, 1), row.type.layout, assert_trivial=True)
-    empty = total == 0
-    divisor = gl.where(empty, 1.0, total)
-    lse_row = gl.where(empty, float("-inf"), reference_row * LN2 + gl.log(divisor))
-    if carry_lse is not None:  # a row without a visible key keeps the carry's lse bit for bit
-        pointers = carry_lse + b_wide * carry_lse_strides[0] + h_wide * carry_lse_strides[1]
-        carry_lse_row = gl.load(pointers + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
-        lse_row = gl.where(total == MAX_CARRY_WEIGHT, carry_lse_row, lse_row)
-    pointers = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
-    gl.store(pointers + row.to(gl.int64) * lse_strides[2], lse_row, mask=row_ok)
-    acc *= gl.convert_layout(gl.where(empty, 0.0, 1 / divisor), O_ROWS)[:, None]
-    column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
-    o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
-    o_ok = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
-    out += b_wide * out_strides[0] + h_wide * out_strides[2]
-    if out_tiles is None:
-        gl.store(out + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
-    elif DOCUMENTS:
-        if (first_row + 64 <= tile_end) | (tile_end == num_rows):
-            store_out(acc, out_tiles, b, h, first_row, o_tile, BLOCK_DV)
-        else:
-            gl.store(out + o_row[:, None] * out_strides[1] + column[None, :], acc.to(out.dtype.element_ty), mask=o_ok)
-    else:
-        store_out(acc, out_tiles, b, h, first_row, o_tile, BLOCK_DV)
-
-
-@gluon.jit
-def store_out(rows, out_tiles, b, h, first_row, o_tile, BLOCK_DV: gl.constexpr):
-    """Store rows of out by TMA, in two halves if the buffer holds only half. The TMA drops rows past the end of the tensor."""
-    COLUMNS: gl.constexpr = o_tile.shape[3]
-    if COLUMNS == BLOCK_DV:
-        store_out_columns(rows, out_tiles, b, h, first_row, 0, o_tile)
-    else:
-        left, right = rows.reshape([64, 2, COLUMNS]).permute((0, 2, 1)).split()
-        store_out_columns(left, out_tiles, b, h, first_row, 0, o_tile)
-        store_out_columns(right, out_tiles, b, h, first_row, COLUMNS, o_tile)
-
-
-@gluon.jit
-def store_out_columns(columns, out_tiles, b, h, first_row, first_column, o_tile):
-    """Wait until the TMA has read the buffer, refill it and start the next store."""
-    tma.store_wait(0)
-    o_tile.reshape([o_tile.shape[2], o_tile.shape[3]]).store(columns.to(out_tiles.dtype))
-    fence_async_shared()
-    tma_store(out_tiles, [b, h, first_row, first_column], o_tile)
-
-
-@gluon.jit
-def qk_matmul(q_rows, k_tile, zero_scores, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start q kᵀ (64, BLOCK_N)."""
-    q_rows, k_tile = q_rows.reshape([64, BLOCK_D]), k_tile.reshape([BLOCK_N, BLOCK_D])
-    return warpgroup_mma(q_rows, k_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def pv_matmul(weights, v_tile, acc):
-    """Start acc + weights v (64, BLOCK_DV)."""
-    v_tile = v_tile.reshape([v_tile.shape[2], v_tile.shape[3]])
-    return warpgroup_mma(
-        as_operand(weights, v_tile.dtype, gl.DotOperandLayout(0, acc.type.layout, 2)), v_tile, acc, is_async=True
-    )
+    """Start acc + weights v."""
+    return accumulate(as_operand(weights, v_tile[0].dtype, gl.DotOperandLayout(0, acc[0].type.layout, 2)), v_tile, acc)
+
+
+@gluon.jit
+def scale_accumulators(acc, rescale, needs_rescale):
+    """Multiply each row of all chunks by its factor, see scale_rows."""
+    first = scale_rows(acc[0], rescale, needs_rescale)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return first, scale_rows(acc[1], rescale, needs_rescale)
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Replay | None:
@@ -356,5 +285,7 @@ def kernel_tensors(
 ) -> dict[str, Any]:
     """Return the tensors among the kernel's arguments, with a new work counter."""
     carry_out, carry_lse = carry or (None, None)
-    tensors = dict(q=q, k=k, v=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
+    tensors = dict(
+        q=q, q_tail=q, k=k, k_tail=k, v=v, v_tail=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse
+    )
     return tensors | dict(mask=mask_argument(bounds), work_counter=torch.zeros((), dtype=torch.int32, device=q.device))

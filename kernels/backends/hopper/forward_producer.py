@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ringspan.kernels.backends.hopper.chunks import block_bytes, load_tiles
 from ringspan.kernels.backends.hopper.common import (
     arrive,
     load_int,
@@ -25,16 +26,16 @@ from ringspan.kernels.backends.hopper.common import (
     wait_full,
 )
 from ringspan.kernels.backends.triton.common import document_interval, position, row_count, rows_below, tile_range, visible_keys
-from ringspan.kernels.runtime.triton_compat import tma_load
 
 
 @gluon.jit
 def produce(
-    q, k, v, tiles, queue, work_counter, work,
+    inputs, tiles, queue, work_counter, work,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Role of the producer warp: take pieces of work from the counter and load their tiles."""
     _q_tile, _k_tile, v_tile, _o_tile, _q_full, _q_free, kv_full, kv_free, _columns = tiles
+    v = inputs[2]
     num_pieces = work[3] * work[4]
     i = 0
     loaded = (0, 0, 0, 0)  # K/V slots filled; batch, head and first row of the last slot's keys
@@ -44,25 +45,25 @@ def produce(
         if work[0][2] is not None:
             while row < piece_end:
                 row, loaded = fetch(
-                    q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+                    inputs, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
                 )
                 i += 1
         else:  # a piece is one tile; with the loop this is measurably slower
             _, loaded = fetch(
-                q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
+                inputs, tiles, queue, work, index, b, h, row, piece_end, i, loaded, BLOCK_N, CONSUMERS, Q_STAGES, STAGES
             )
             i += 1
         index = gl.num_programs(0) + gl.atomic_add(work_counter, 1)
     publish_tile(queue, i, (0, 0, 0, 0, 0, 0, 0, 0, 0))
     kv_count, prev_b, prev_head, prev_key = loaded
     slot = wait_free(kv_free, kv_count, STAGES)
-    mbarrier.expect(kv_full.index(slot), v.block_type.nbytes)
-    tma_load(v, [prev_b, prev_head, prev_key, 0], kv_full.index(slot), v_tile.index(slot))
+    mbarrier.expect(kv_full.index(slot), block_bytes(v))
+    load_tiles(v, prev_b, prev_head, prev_key, kv_full.index(slot), v_tile, slot)
 
 
 @gluon.jit
 def fetch(
-    q, k, v, tiles, queue, work, index, b, h, row, piece_end, i, loaded,
+    inputs, tiles, queue, work, index, b, h, row, piece_end, i, loaded,
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load a query tile and its visible keys; return (end of the tile, updated `loaded`).
@@ -74,6 +75,7 @@ def fetch(
     thread blocks get other pieces in each run, and the order of the sums must not change.
     """
     q_tile, k_tile, v_tile, _o_tile, q_full, q_free, kv_full, kv_free, _columns = tiles
+    q, k, v = inputs
     kv_count, prev_b, prev_head, prev_key = loaded
     tile_end, origin, begin, full_begin, full_end, end = visible_key_tiles(b, row, piece_end, work, CONSUMERS * 64, BLOCK_N)
     publish_tile(queue, i, (tile_end, b, h, row, begin, full_begin, full_end, end, origin))
@@ -87,19 +89,19 @@ def fetch(
         key = origin + tile * BLOCK_N
         slot = wait_free(kv_free, kv_count, STAGES)
         if kv_count == 0:
-            mbarrier.expect(kv_full.index(slot), k.block_type.nbytes)
+            mbarrier.expect(kv_full.index(slot), block_bytes(k))
         else:
-            mbarrier.expect(kv_full.index(slot), k.block_type.nbytes + v.block_type.nbytes)
-        tma_load(k, [b, kv_head, key, 0], kv_full.index(slot), k_tile.index(slot))
+            mbarrier.expect(kv_full.index(slot), block_bytes(k) + block_bytes(v))
+        load_tiles(k, b, kv_head, key, kv_full.index(slot), k_tile, slot)
         if kv_count > 0:
-            tma_load(v, [prev_b, prev_head, prev_key, 0], kv_full.index(slot), v_tile.index(slot))
+            load_tiles(v, prev_b, prev_head, prev_key, kv_full.index(slot), v_tile, slot)
         prev_b, prev_head, prev_key = b, kv_head, key
         kv_count += 1
         if j == 0:  # not earlier: the previous query tile needs the values in this slot before it frees q
             q_slot = wait_free(q_free, i, Q_STAGES)
-            mbarrier.expect(q_full.index(q_slot), CONSUMERS * q.block_type.nbytes)
+            mbarrier.expect(q_full.index(q_slot), CONSUMERS * block_bytes(q))
             for c in gl.static_range(CONSUMERS):
-                tma_load(q, [b, h, row + c * 64, 0], q_full.index(q_slot), q_tile.index(q_slot * CONSUMERS + c))
+                load_tiles(q, b, h, row + c * 64, q_full.index(q_slot), q_tile, q_slot * CONSUMERS + c)
     return tile_end, (kv_count, prev_b, prev_head, prev_key)
 
 

@@ -9,7 +9,7 @@
     STAGED     store out through shared memory                   ahead, and weights wait for dS in 16 bits
     IN_STEP    warps of a consumer synchronise        maxnreg    registers per thread at launch (both kernels)
                to free a slot
-The keys of the tables are the largest head dims. STAGED needs shared memory for 16 bits per element of out.
+The first row whose limits a call's head dims do not exceed applies. STAGED needs shared memory for 16 bits per element of out.
 """
 
 import functools
@@ -17,27 +17,38 @@ from typing import Any
 
 from torch import Tensor
 
-FORWARD = {  # by largest head dim
-    64: dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
-    128: dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168, IN_STEP=False),
-    256: dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=True),
+FORWARD = {  # by largest head dims of q and k, and of v
+    (64, 64): dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
+    (96, 96): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=3, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
+    (128, 128): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168, IN_STEP=False),
+    (160, 160): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
+    (192, 128): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
+    (192, 192): dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=3, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=True),
+    (256, 256): dict(CONSUMERS=2, BLOCK_N=64, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=True),
 }
-BACKWARD = {  # by largest head dim
-    64: dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=False, maxnreg=128),
-    128: dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
-    256: dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
+BACKWARD = {
+    (64, 64): dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=False, maxnreg=128),
+    (96, 96): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=3, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
+    (128, 128): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
+    (192, 192): dict(BLOCK_N=64, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
+    (256, 256): dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
 }
 
 
 def tiles_for(kernel: str, q: Tensor, v: Tensor) -> dict[str, Any]:
-    """Return BLOCK_* and launch options of "forward" or "backward" for these inputs."""
+    """Return BLOCK_*, TAIL_* and launch options of "forward" or "backward" for these inputs."""
     width, v_width = q.shape[-1], v.shape[-1]
     table = {"forward": FORWARD, "backward": BACKWARD}[kernel]
-    tiles = next(tiles for limit, tiles in table.items() if max(width, v_width) <= limit)
-    return dict(BLOCK_D=_block(width), BLOCK_DV=_block(v_width), num_warps=4) | tiles
+    tiles = next(tiles for limits, tiles in table.items() if width <= limits[0] and v_width <= limits[1])
+    (block_d, tail_d), (block_dv, tail_dv) = chunks(width), chunks(v_width)
+    return dict(BLOCK_D=block_d, TAIL_D=tail_d, BLOCK_DV=block_dv, TAIL_DV=tail_dv, num_warps=4) | tiles
 
 
 @functools.cache
-def _block(width: int) -> int:
-    """Columns of a block; those past the head dim are read as zeros."""
-    return max(64, 1 << (width - 1).bit_length())
+def chunks(width: int) -> tuple[int, int]:
+    """Return the columns of both chunks of a head dim (chunks.py). Columns past the head dim are read as zeros."""
+    block = max(64, 1 << (width.bit_length() - 1))
+    if width <= block:
+        return block, 0
+    tail = max(16, 1 << (width - block - 1).bit_length())
+    return (2 * block, 0) if tail == block else (block, tail)

@@ -30,6 +30,22 @@ def test_triton_rejects_fp64(device: str) -> None:
         attention(q, q, q, backend="triton")
 
 
+def test_a_head_dim_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """By name it is an error that says which head dims work; `auto` takes the next backend and logs the reason."""
+    monkeypatch.setattr(triton_compat, "chip", lambda _: "sm_90")
+    monkeypatch.setenv("RINGSPAN_LOG", "1")
+    q, wide = (torch.empty(1, 16, 2, n, dtype=torch.bfloat16, device="meta") for n in (96, 264))
+    for width in range(16, 257, 8):
+        x = torch.empty(1, 16, 2, width, dtype=torch.bfloat16, device="meta")
+        assert {choose_backend("auto", *pair) for pair in ((x, x), (x, q), (q, x))} == {"hopper"}
+    for inputs in ((wide, wide), (wide, q), (q, wide)):
+        for name in ("hopper", "triton"):
+            with pytest.raises(ValueError, match=f"backend='{name}' takes head dims up to 256, not 264: use backend='chunked'"):
+                choose_backend(name, *inputs)
+        assert choose_backend("auto", *inputs) == "chunked"
+    assert "attention runs on chunked: triton takes head dims up to 256, not 264" in capsys.readouterr().err
+
+
 def test_the_choice_is_logged_once() -> None:
     code = """
 import torch; from ringspan import attention

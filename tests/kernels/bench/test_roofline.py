@@ -35,8 +35,8 @@ NO_CACHE = replace(H200, l2=0, multiprocessors=1)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixed tile sizes, independent of later tuning."""
     hopper = dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=4, REGISTERS=160, STAGED=False, maxnreg=128)
-    monkeypatch.setattr(hopper_tiles, "FORWARD", {64: hopper, 256: hopper | dict(CONSUMERS=2)})
-    monkeypatch.setattr(hopper_tiles, "BACKWARD", {64: dict(BLOCK_N=128), 256: dict(BLOCK_N=64)})
+    monkeypatch.setattr(hopper_tiles, "FORWARD", {(64, 64): hopper, (256, 256): hopper | dict(CONSUMERS=2)})
+    monkeypatch.setattr(hopper_tiles, "BACKWARD", {(64, 64): dict(BLOCK_N=128), (256, 256): dict(BLOCK_N=64)})
     table = {"forward": {256: (128, 64, 8, 3)}, "dq": {256: (64, 64, 4, 3)}, "dkdv": {256: (32, 128, 4, 3)}}
     monkeypatch.setattr(triton_tiles, "HOPPER", table)
 

@@ -26,7 +26,7 @@ def test_a_candidate_replaces_the_table_only_for_its_launch(kernel: str, width: 
 def test_the_tables_are_among_the_candidates() -> None:
     for kernel, table in (("hopper-forward", hopper_tiles.FORWARD), ("hopper-backward", hopper_tiles.BACKWARD)):
         for width, candidates in tune.HOPPER_CANDIDATES[kernel].items():
-            assert any(table[width] | tile == table[width] for tile in candidates), (kernel, width)
+            assert any(table[width, width] | tile == table[width, width] for tile in candidates), (kernel, width)
 
 
 def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

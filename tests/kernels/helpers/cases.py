@@ -3,6 +3,9 @@
 The sweep runs with these sizes on a CPU, and with larger ones too on a GPU.
 """
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,6 +95,15 @@ CASES = [
     Case("scale-zero", scale=0.0, causal=True, sinks=True),
     Case("transposed", layout="bhsd", causal=True, heads=(4, 2)),
     Case("strided", layout="strided", causal=True, width=24),
+]
+
+# Head dims of q and k, and of v, that the Hopper kernels compute in two chunks, each with some of the masks.
+CHUNKED = [(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (192, 192), (64, 96), (128, 80)]
+CHUNKED_CASES = [
+    replace(case, name=f"{case}-{width}-{v_width}", width=width, v_width=v_width)
+    for case, (width, v_width) in zip(
+        [case for case in CASES if case.width == 32 and case.scale is None and not case.dropout], itertools.cycle(CHUNKED)
+    )
 ]
 
 LENGTH = 96

@@ -36,6 +36,11 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d256-causal": (256, 256, torch.bfloat16, 8, 8, {}),
     "d128-fp32": (128, 128, torch.float32, 8, 8, {}),
     "d192-128": (192, 128, torch.bfloat16, 8, 2, {}),
+    "d192-128-ring": (192, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
+    "d80-causal": (80, 80, torch.bfloat16, 8, 8, {}),
+    "d96-causal": (96, 96, torch.bfloat16, 8, 8, {}),
+    "d96-ring": (96, 96, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
+    "d160-causal": (160, 160, torch.bfloat16, 8, 8, {}),
     "d128-ring": (128, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
     "d128-docs": (128, 128, torch.bfloat16, 8, 8, dict(mask=DOCUMENTS)),
@@ -47,7 +52,9 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 }
 ALL_CHIPS = ("d128-causal", "d64-causal")
 # Portable kernels are the same without a mask, with ordered sums and with fp32 results; with documents they are d128-ring's.
-ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered")
+# They pad head dims that the Hopper kernels compute in two chunks.
+CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d160-causal", "d192-128-ring")
+ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered", *CHUNKED)
 SM_90 = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
 # Gluon has no fp32 and no dropout. d128-full differs from d128-causal in the forward only, d128-ordered in the backward only.
 GLUON_BOTH = tuple(name for name in CONFIGURATIONS if name not in ("d128-fp32", "d128-full", "d128-ordered", "d128-dropout"))
@@ -80,6 +87,9 @@ SPILL_LIMITS = {
     "sm_90/d128-dropout/attention_backward_dkdv": 64,
     "hopper/d128-causal/attention_backward": 8,
     "hopper/d256-causal/attention_forward": 48,
+    "hopper/d160-causal/attention_forward": 16,
+    "hopper/d192-128/attention_forward": 24,
+    "hopper/d192-128-ring/attention_forward": 56,
     "hopper/d128-ring/attention_forward": 64,
     "hopper/d128-ring/attention_backward": 32,
     "hopper/d128-block/attention_forward": 32,
@@ -118,7 +128,8 @@ SPILL_LIMITS_BY_VERSION = {
         "hopper/d128-ring/attention_forward": 80,
         "hopper/d128-full/attention_forward": 16,
         "hopper/d128-block/attention_forward": 48,
-        "hopper/d192-128/attention_forward": 24,
+        "hopper/d96-causal/attention_forward": 16,
+        "hopper/d192-128/attention_forward": 40,
         "hopper/d128-softcap/attention_forward": 32,
         "hopper/d128-docs/attention_forward": 32,
         "hopper/d128-causal/attention_backward": 48,
@@ -165,7 +176,10 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
 
 
 # A spilled register that is read for each tile made the local block of a ring 5 % slower. These versions have none.
-NO_RELOADS = ("hopper/d128-causal/attention_backward", "hopper/d128-sums/attention_backward")
+NO_RELOADS = (
+    *("hopper/d128-causal/attention_backward", "hopper/d128-sums/attention_backward"),
+    *(f"hopper/{name}/attention_{direction}" for name in (*CHUNKED, "d192-128") for direction in ("forward", "backward")),
+)
 NO_RELOAD_VERSIONS = ("3.6", "3.7")
 
 

@@ -140,9 +140,9 @@ def test_all_tuner_candidates_are_correct(kernel: str, width: int, monkeypatch: 
     """One thread block processes both heads, so every slot is reused."""
     emulate(monkeypatch, resident=1)
     table = hopper_tiles.FORWARD if kernel == "hopper-forward" else hopper_tiles.BACKWARD
-    defaults = table[width]
+    defaults = table[width, width]
     for tile in tune.HOPPER_CANDIDATES[kernel][width]:
-        monkeypatch.setitem(table, width, defaults | tile)
+        monkeypatch.setitem(table, (width, width), defaults | tile)
         check_case(Case("tile", rows=150, width=width, heads=(2, 1), causal=True), "hopper", torch.bfloat16, "cpu")
 
 

@@ -73,6 +73,7 @@ class EmulatedGPU:
             fence_async_shared=self.fence,
             warpgroup_mma=self.warpgroup_mma,
             warpgroup_mma_wait=self.warpgroup_mma_wait,
+            wait_matmuls=self.wait_matmuls,
             barrier=self.sync_warps,
             with_layout=lambda memory, _layout: SharedMemory(self.scheduler, memory.tensor, odd_rows_swapped=True),
             # functions that are PTX in the kernels
@@ -262,3 +263,12 @@ class EmulatedGPU:
         assert all(result.value is not None for result in deps), "a matmul result is used that this wait does not cover"
         results = tuple(EmulatedTensor(result.value) for result in deps)
         return results if len(results) > 1 else results[0]
+
+    def wait_matmuls(self, pending: int, *values: Any) -> Any:
+        """Wait for matmul results and tuples of them (chunks.py)."""
+
+        def wait(x: Any) -> Any:
+            return self.meanings["warpgroup_mma_wait"](pending, deps=(x,))
+
+        waited = tuple(tuple(map(wait, value)) if isinstance(value, tuple) else wait(value) for value in values)
+        return waited if len(waited) > 1 else waited[0]

@@ -1,0 +1,207 @@
+"""Head dims in two chunks: values with all masks, GQA and carry, and faults in the handling of chunks that the tests find."""
+
+import zlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from ringspan import Mask
+from ringspan.kernels.backends.hopper.backward_consumer import store_columns as store_gradients
+from ringspan.kernels.backends.hopper.chunks import accumulate_chunk
+from ringspan.kernels.backends.hopper.forward_outputs import load_carry_chunk as load_carry
+from ringspan.kernels.backends.hopper.forward_outputs import store_out_chunk as store_out
+from ringspan.kernels.backends.hopper.tile_sizes import chunks
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.runtime.triton_compat import tma_load
+from tests.conftest import HAS_GPU
+from tests.kernels.backends.hopper.emulator import emulate
+from tests.kernels.backends.hopper.emulator.language import Language
+from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
+from tests.kernels.backends.hopper.emulator.memory import Barrier
+from tests.kernels.backends.test_backends import check_case
+from tests.kernels.helpers.cases import CHUNKED, CHUNKED_CASES
+from tests.kernels.helpers.dense import Case
+from tests.kernels.runtime.ahead import CHIPS
+
+emulated = pytest.mark.skipif(HAS_GPU, reason="with a GPU tests/kernels/test_gpu.py runs the compiled kernels")
+
+
+def test_chunks_of_head_dims() -> None:
+    expected = {16: (64, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 104: (128, 0), 112: (128, 0), 128: (128, 0)}
+    expected |= {136: (128, 16), 160: (128, 32), 192: (128, 64), 200: (256, 0), 256: (256, 0)}
+    assert {width: chunks(width) for width in expected} == expected
+    assert all(sum(chunks(width)) >= width for width in range(1, 257))
+
+
+@emulated
+@pytest.mark.parametrize("case", CHUNKED_CASES, ids=str)
+def test_masks_with_head_dims_in_chunks(case: Case, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = zlib.crc32(str(case).encode())
+    emulate(monkeypatch, seed, resident=1 + seed % 4)
+    check_case(case.grown(3), "hopper", torch.bfloat16 if seed % 3 else torch.float16, "cpu")
+
+
+def two_blocks(head_dims: tuple[int, int], backend: str, device: str) -> list[torch.Tensor]:
+    """out, lse, dq, dk and dv of a softmax carried over two blocks of keys; two query heads per key head."""
+    torch.manual_seed(0)
+    rows, border, mask = 200, 70, Mask(causal=True)
+    sizes = (4, head_dims[0]), (2, head_dims[0]), (2, head_dims[1]), (4, head_dims[1])
+    q, k, v, dout = (torch.randn(1, rows, *size, dtype=torch.bfloat16, device=device) for size in sizes)
+    if backend == "reference":
+        q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    carry = None
+    for begin, end in ((0, border), (border, rows)):
+        at = [(0, 1, rows)], [(begin, 1, end - begin)]
+        carry = block_forward(q, k[:, begin:end], v[:, begin:end], mask, *at, carry, end == rows, backend=backend)
+    out, lse = carry
+    sums = [torch.zeros(x.shape, device=device) for x in (q, k, v)]
+    delta = output_delta(dout, out)
+    for begin, end in ((0, border), (border, rows)):
+        at = [(0, 1, rows)], [(begin, 1, end - begin)]
+        dk, dv = (x[:, begin:end] for x in sums[1:])
+        block_backward(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, mask, *at, sums[0], dk, dv, backend=backend)
+    return [out, lse, *sums]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dims", CHUNKED, ids=str)
+def test_carry_with_head_dims_in_chunks(head_dims: tuple[int, int], device: str) -> None:
+    for value, expected in zip(
+        two_blocks(head_dims, "hopper", device), two_blocks(head_dims, "reference", device), strict=True
+    ):
+        torch.testing.assert_close(value.float(), expected, atol=4e-2, rtol=2e-2)
+        assert (value - expected).norm() <= 0.005 * expected.norm()
+
+
+@gluon.jit
+def scores_of_second_chunk_twice(left, right, zero):
+    product = warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True)
+
+
+@gluon.jit
+def scores_without_first_chunk(left, right, zero):
+    warpgroup_mma(left[0], right[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sums_without_second_chunk(weights, right, acc):
+    first = accumulate_chunk(weights, right[0], acc[0])
+    return first, accumulate_chunk(weights * 0, right[1], acc[1])
+
+
+@gluon.jit
+def sums_of_first_chunk_twice(weights, right, acc):
+    first = accumulate_chunk(weights, right[0], acc[0])
+    return first, accumulate_chunk(weights, right[0].slice(0, acc[1].shape[1], dim=1), acc[1])
+
+
+@gluon.jit
+def loads_at_wrong_column(descriptors, b, h, row, full, tiles, slot):
+    tma_load(descriptors[0], [b, h, row, 0], full, tiles[0].index(slot))
+    tma_load(descriptors[1], [b, h, row, descriptors[0].block_type.shape[3] - 8], full, tiles[1].index(slot))
+
+
+@gluon.jit
+def no_load_of_second_chunk(descriptors, b, h, row, full, tiles, slot):
+    tma_load(descriptors[0], [b, h, row, 0], full, tiles[0].index(slot))
+
+
+@gluon.jit
+def dq_of_first_chunk_twice(ds, k_all, part, zero, BLOCK_D: gl.constexpr):
+    if part < BLOCK_D // 64:
+        return warpgroup_mma(ds, k_all[0].slice(part * 64, 64, dim=1), zero[0], use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(ds, k_all[0].slice(0, 32, dim=1), zero[1], use_acc=False, is_async=True)
+
+
+@gluon.jit
+def out_at_wrong_column(out, stride, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
+    store_out(out, stride, row, row_ok, acc, FIRST - 8 if FIRST > 0 else 0, DV)
+
+
+@gluon.jit
+def carry_at_wrong_column(carry_out, strides, b, h, row, row_ok, like, FIRST: gl.constexpr, DV: gl.constexpr):
+    return load_carry(carry_out, strides, b, h, row, row_ok, like, FIRST - 8 if FIRST > 0 else 0, DV)
+
+
+@gluon.jit
+def gradients_at_wrong_column(value, pointer, strides, b, h, row, row_ok, FIRST, COLUMNS: gl.constexpr, ADD: gl.constexpr):
+    store_gradients(value, pointer, strides, b, h, row, row_ok, FIRST - 8 if FIRST > 0 else 0, COLUMNS, ADD)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in the kernels, the first wrong result)
+    "scores: a chunk left out": (dict(multiply_transposed=scores_without_first_chunk), "out"),
+    "scores: a chunk used twice": (dict(multiply_transposed=scores_of_second_chunk_twice), "out"),
+    "sums: a chunk left out": (dict(accumulate=sums_without_second_chunk), "out"),
+    "sums: a chunk used twice": (dict(accumulate=sums_of_first_chunk_twice), "out"),
+    "loads: a wrong offset": (dict(load_tiles=loads_at_wrong_column), "out"),
+    "loads: a chunk left out": (dict(load_tiles=no_load_of_second_chunk), "all tasks wait"),
+    "out: a wrong offset": (dict(store_out_chunk=out_at_wrong_column), "out"),
+    "carry: a wrong offset": (dict(load_carry_chunk=carry_at_wrong_column), "out"),
+    "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
+    "dk, dv: a wrong offset": (dict(store_columns=gradients_at_wrong_column), "dk"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("width", [96, 160])
+def test_wrong_chunks_are_found(fault: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault changes the results that depend on it, and only those."""
+    overrides, first_wrong = FAULTS[fault]
+    expected = two_blocks((width, width), "reference", "cpu")
+    emulate(monkeypatch, **overrides)
+    if first_wrong == "all tasks wait":
+        with pytest.raises(AssertionError, match=first_wrong):
+            two_blocks((width, width), "hopper", "cpu")
+        return
+    results = two_blocks((width, width), "hopper", "cpu")
+    wrong = [
+        name
+        for name, value, x in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True)
+        if not (value - x).norm() <= 0.005 * x.norm()
+    ]
+    assert wrong and wrong[0] == first_wrong
+
+
+class Allocated(AssertionError):
+    """Ends an emulated kernel once it has allocated its tiles."""
+
+
+@emulated
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 144, 160, 192, 256])
+def test_tiles_of_all_head_dims_fit_into_shared_memory(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `backend="hopper"` takes every head dim. 2 KB remain for barriers and the compiler's scratch memory."""
+    limit = CHIPS["sm_90"] - 2048
+    allocate, num_bytes = Language.allocate_shared_memory, 0
+
+    def count(self: Language, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        nonlocal num_bytes
+        num_bytes += 0 if layout is Barrier else torch.Size(shape).numel() * dtype.itemsize
+        return allocate(self, dtype, shape, layout)
+
+    def end(*_: Any) -> None:
+        raise Allocated
+
+    monkeypatch.setattr(Language, "allocate_shared_memory", count)
+    monkeypatch.setattr(EmulatedGPU, "warp_specialize", end)
+    emulate(monkeypatch, resident=1)
+    for v_width in (64, 80, 96, 128, 144, 160, 192, 256):
+        q, k, v, dout = (torch.zeros(1, 64, 1, n, dtype=torch.bfloat16) for n in (width, width, v_width, v_width))
+        lse = torch.zeros(1, 1, 64)
+        sums = [torch.zeros(x.shape) for x in (q, k, v)]
+        options = dict(softcap=9.0, backend="hopper")
+        calls = [partial(block_forward, q, k, v, None, last=last, **options) for last in (True, False)]
+        calls.append(partial(block_backward, dout, q, k, v, lse, lse, None, None, None, *sums, **options))
+        for call in calls:
+            num_bytes = 0
+            with pytest.raises(Allocated):
+                call()
+            assert 0 < num_bytes <= limit, (width, v_width)
