@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan import Mask, Mesh, attention, context_attention
-from ringspan.parallel import ring
+from ringspan.parallel import ring_overlapped
 from ringspan.parallel.transport import select
 
 
@@ -44,7 +44,7 @@ class RingCase:
     @contextmanager
     def patched_constants(self) -> Iterator[None]:
         """Set the limits that are module constants."""
-        limit = patch.object(ring, "SPLIT_HEADS_ABOVE", self.split_heads_above)
+        limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
         with patch.object(select, "PART_BYTES", self.part_bytes), limit:
             yield
 
