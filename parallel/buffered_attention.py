@@ -17,6 +17,7 @@ from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.options import AttentionOptions
 from ringspan.parallel.context_attention import context_attention
+from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
 from ringspan.parallel.ring_attention import RingCall, operator_arguments
@@ -148,6 +149,7 @@ class BufferedAttention:
     @property
     def _exchange(self) -> tuple[int, str, str]:
         assert self.mesh is not None and self.mesh.ulysses_group is not None and self.mesh.context_group is not None
+        check_group_exists(self.mesh.context_group, "mesh's context group")
         return self.ulysses, self.mesh.ulysses_group.group_name, self.mesh.context_group.group_name
 
     def _to_tokens(self, x: Tensor) -> Tensor:
