@@ -18,10 +18,9 @@ from ringspan.kernels.backends.block import Carry
 from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.mask import Bounds, Mask
-from ringspan.kernels.options import AttentionOptions
 from ringspan.kernels.runtime.custom_op import operator
 from ringspan.kernels.tensors import accumulation_dtype
-from ringspan.kernels.validate import check_mask, check_qkv, check_tangents
+from ringspan.kernels.validate import AttentionOptions, cast_for_autocast, check_mask, check_qkv, check_tangents
 
 __all__ = ["BACKENDS", "attention"]
 
@@ -136,17 +135,6 @@ def attention(
     numbers, factors = [left, right, int(padded), int(deterministic)], [options.scale, options.softcap, options.dropout]
     out, lse = attention_forward(q, k, v, *tensors, sinks, options.seed, numbers, factors, backend)
     return (out, lse) if return_lse else out
-
-
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype if it is enabled, as SDPA does; float64 stays."""
-    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    if not all(isinstance(x, Tensor) for x in (k, v)):
-        return q, k, v  # check_qkv reports these
-    low = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
 
 
 Operator = Callable[[Callable[..., Any]], Callable[..., Any]]  # a decorator that turns a function into an operator

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringspan.kernels.attention import sink_carry
 from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.mask import Mask
-from ringspan.kernels.options import AttentionOptions
+from ringspan.kernels.validate import AttentionOptions
 from ringspan.parallel.context_attention import context_attention
 from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.layout import Layout

@@ -12,9 +12,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from ringspan.kernels.attention import attention, cast_for_autocast
+from ringspan.kernels.attention import attention
 from ringspan.kernels.mask import Mask
-from ringspan.kernels.validate import check_qkv, check_sinks, check_tangents
+from ringspan.kernels.validate import cast_for_autocast, check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination.argument_check import COMPARED_CALLS, report_rejection
 from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.dtensor import DTensorShards, has_dtensors
@@ -172,10 +172,7 @@ def context_attention(
     try:
         check_qkv(q, k, v)
         check_heads(q.shape[2], ulysses, size)
-        for name, x in (("q", q), ("k", k)):
-            if x.shape[1] != layout.local_length:
-                shard = f"a shard of {layout} has {layout.local_length}"
-                raise ValueError(f"{name} has {x.shape[1]} tokens, but {shard}: use layout.shard")
+        layout.check_shards(q=q, k=k)
         if sinks is not None:
             check_sinks(q, sinks)
     except ValueError as error:

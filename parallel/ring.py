@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.kernels.blocks import block_backward, block_forward, new_outputs
+from ringspan.kernels.blocks import block_backward, block_forward, block_view, new_outputs, query_heads
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel.gradient_return import GradientReturn
 from ringspan.parallel.plan import Step
-from ringspan.parallel.row_ranges import length, query_heads, relative_to, slice_dims
+from ringspan.parallel.row_ranges import length, relative_to
 from ringspan.parallel.transport.base import Transport, prefetched_steps
 from ringspan.parallel.transport.buffers import split_gradients
 
@@ -51,10 +51,10 @@ def ring_forward(
     for index, step, k_block, v_block in prefetched_steps(transport, k, v):
         for rows, q_at, is_last in plan.query_parts[index]:
             # Rows of the local block alone have unrelated sums or none: they begin with the sinks and end in `out`.
-            sum_rows, lse_rows = slice_dims(sums, relative_to(rows, plan.carried)), slice_dims(lse, None, rows)
+            sum_rows, lse_rows = block_view(sums, relative_to(rows, plan.carried)), block_view(lse, None, rows)
             carry = (sum_rows, lse_rows) if index else None if sink_lse is None else (None, sink_lse[:, :, rows])
-            into = slice_dims(out, rows) if is_last else sum_rows, lse_rows
-            block = slice_dims(q, rows), k_block, v_block, mask, q_at, step.k_at
+            into = block_view(out, rows) if is_last else sum_rows, lse_rows
+            block = block_view(q, rows), k_block, v_block, mask, q_at, step.k_at
             block_forward(*block, carry, is_last, head_start, into=into, **options)
     for rows in plan.unfinished:  # their last kernel did not know that it was
         out[:, rows] = sums[:, relative_to(rows, plan.carried)]
@@ -88,11 +88,11 @@ def ring_backward(
         if keys.start == keys.stop:
             return
         rows, heads = step.queries, query_heads(q, k, kv_heads)
-        queries = slice_dims(dout, rows, heads), slice_dims(q, rows, heads)
-        kv = slice_dims(k_block, keys, kv_heads), slice_dims(v_block, keys, kv_heads)
-        stats = slice_dims(lse, heads, rows), slice_dims(delta, heads, rows)
+        queries = block_view(dout, rows, heads), block_view(q, rows, heads)
+        kv = block_view(k_block, keys, kv_heads), block_view(v_block, keys, kv_heads)
+        stats = block_view(lse, heads, rows), block_view(delta, heads, rows)
         k_at, at_heads = cut(step.k_at, keys.start, keys.stop), head_start + heads.start
-        outputs = slice_dims(sums, rows, heads), *split_gradients(gradients, k.shape[3])
+        outputs = block_view(sums, rows, heads), *split_gradients(gradients, k.shape[3])
         block_backward(*queries, *kv, *stats, mask, step.q_at, k_at, *outputs, at_heads, accumulate="dq", **options)
 
     for index, step, k_block, v_block in prefetched_steps(transport, k, v):

@@ -7,26 +7,37 @@
 torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
+
+Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py or ring_overlapped.py, blocks.py,
+call_cache.py.
 """
 
 import hashlib
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from ringspan.kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
+from ringspan.kernels.attention import derivative, differentiable, sink_carry, sink_gradient
+from ringspan.kernels.backends.choose import adds_dq_atomically
 from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Bounds, Mask
-from ringspan.kernels.options import AttentionOptions
-from ringspan.kernels.validate import check_head_start, check_mask_batch, check_qkv, check_tangents
+from ringspan.kernels.validate import (
+    AttentionOptions,
+    cast_for_autocast,
+    check_head_start,
+    check_mask_batch,
+    check_qkv,
+    check_tangents,
+)
+from ringspan.parallel import ring, ring_overlapped
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
 from ringspan.parallel.coordination.process_groups import GroupLike, RingGroups, as_process_group, group_by_name, ring_groups
 from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
-from ringspan.parallel.ring_overlapped import choose_ring
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.select import (
     COPY_TRANSPORTS,
@@ -166,13 +177,15 @@ def ring_attention(
             step.
     """
     options = AttentionOptions(scale, softcap, sinks, dropout, seed, deterministic, backend)
-    ring: dict[str, Any] = dict(layout=layout, transport=transport, head_start=head_start, sequence_group=sequence_group)
+    ring_options: dict[str, Any] = dict(
+        layout=layout, transport=transport, head_start=head_start, sequence_group=sequence_group
+    )
     if has_dtensors(q, k, v, sinks, seed):
         shards = DTensorShards(q, k, v, sinks, dict(seed=seed), 1, layout, group)
-        ring |= vars(replace(options, sinks=shards.sinks)) | dict(group=shards.group, return_lse=return_lse)
-        return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **ring))
+        ring_options |= vars(replace(options, sinks=shards.sinks)) | dict(group=shards.group, return_lse=return_lse)
+        return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **ring_options))
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
-    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, **ring))
+    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, **ring_options))
     return (out, lse) if return_lse else out
 
 
@@ -242,14 +255,19 @@ def _validate_layout(q: Tensor, k: Tensor, mask: Mask, layout: Layout, size: int
         raise ValueError(f"layout has ulysses={layout.ulysses}: call context_attention with its mesh, or use ulysses=1")
     if layout.ranks != size:
         raise ValueError(f"layout has ranks={layout.ranks}, the group has {size}: make the layout for the group's size")
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[1] != layout.local_length:
-            raise ValueError(
-                f"{name} has {x.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: "
-                "cut the sequence with layout.shard, or make a layout of its length"
-            )
+    layout.check_shards(q=q, k=k)
     layout.check_mask(mask)
     check_mask_batch(q, mask)
+
+
+def choose_ring(q: Tensor, v: Tensor, mask: Mask, transport: Transport, head_start: int = 0, **options: Any) -> ModuleType:
+    """Return `ring_overlapped` if it can run a call with these options, else `ring`.
+
+    NCCL's transfers need the SMs. With padding in the mask a kernel copies its inputs, and memory allocated on one stream is
+    not reused by another.
+    """
+    can_overlap = not transport.needs_sms and not mask.has_padding and adds_dq_atomically(q, v, **options)
+    return ring_overlapped if can_overlap else ring
 
 
 class RingCall:
@@ -298,7 +316,6 @@ class RingCall:
         else:
             self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
             self.groups, self.uses_copy_engines = None, False
-
         self.ring = choose_ring(q, v, self.mask, self.transport, **self.options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,14 @@ The price: gradients leave, and a K/V buffer is free, one kernel later. It needs
 adds to dq atomically (Hopper, not deterministic), and a mask without padding. `streams` has the streams' priorities.
 """
 
-import sys
 from collections import deque
 from itertools import cycle
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringspan.kernels.backends.choose import adds_dq_atomically
-from ringspan.kernels.blocks import block_backward, block_forward, new_outputs
+from ringspan.kernels.blocks import block_backward, block_forward, block_view, new_outputs, query_heads
 from ringspan.kernels.document_tables import SENTINEL
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
@@ -31,7 +28,7 @@ from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel import ring
 from ringspan.parallel.gradient_return import GradientReturn, Region
 from ringspan.parallel.plan import Step
-from ringspan.parallel.row_ranges import difference, length, packed, query_heads, relative_to, slice_dims
+from ringspan.parallel.row_ranges import difference, length, packed, relative_to
 from ringspan.parallel.transport.base import KVPrefetch, Transport
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
@@ -39,16 +36,6 @@ from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
 # A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
 # the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
 SPLIT_HEADS_ABOVE = 2**14
-
-
-def choose_ring(q: Tensor, v: Tensor, mask: Mask, transport: Transport, head_start: int = 0, **options: Any) -> ModuleType:
-    """Return this module if it can run a call with these options, else `ring`.
-
-    NCCL's transfers need the SMs. With padding in the mask a kernel copies its inputs, and memory allocated on one stream is
-    not reused by another.
-    """
-    can_overlap = not transport.needs_sms and not mask.has_padding and adds_dq_atomically(q, v, **options)
-    return sys.modules[__name__] if can_overlap else ring
 
 
 def ring_forward(
@@ -79,12 +66,12 @@ def ring_forward(
     def launch(index: int, k_block: Tensor, v_block: Tensor, kv_heads: slice) -> None:
         """Launch one kernel for each query part of a step, as `ring.ring_forward` does, for some heads."""
         heads = query_heads(q, k, kv_heads)
-        kv = slice_dims(k_block, None, kv_heads), slice_dims(v_block, None, kv_heads)
+        kv = block_view(k_block, None, kv_heads), block_view(v_block, None, kv_heads)
         for rows, q_at, is_last in plan.query_parts[index]:
-            sum_rows, lse_rows = slice_dims(sums, relative_to(rows, plan.carried), heads), slice_dims(lse, heads, rows)
+            sum_rows, lse_rows = block_view(sums, relative_to(rows, plan.carried), heads), block_view(lse, heads, rows)
             carry = (sum_rows, lse_rows) if index else None if sink_lse is None else (None, sink_lse[:, heads, rows])
-            into = slice_dims(out, rows, heads) if is_last else sum_rows, lse_rows
-            block = slice_dims(q, rows, heads), *kv, mask, q_at, plan.steps[index].k_at
+            into = block_view(out, rows, heads) if is_last else sum_rows, lse_rows
+            block = block_view(q, rows, heads), *kv, mask, q_at, plan.steps[index].k_at
             block_forward(*block, carry, is_last, head_start + heads.start, into=into, **options)
 
     prefetch = KVPrefetch(transport, k, v)
@@ -162,10 +149,10 @@ def ring_backward(
     ) -> None:
         """Launch the kernel of some KV heads and keys of a step. It adds to dq and overwrites dk and dv."""
         rows, heads = step.queries, query_heads(q, k, kv_heads)
-        queries = slice_dims(dout, rows, heads), slice_dims(q, rows, heads)
-        kv = slice_dims(k_block, keys, kv_heads), slice_dims(v_block, keys, kv_heads)
-        stats = slice_dims(lse, heads, rows), slice_dims(delta, heads, rows)
-        k_at, acc_dq = cut(step.k_at, keys.start, keys.stop), slice_dims(sums, rows, heads)
+        queries = block_view(dout, rows, heads), block_view(q, rows, heads)
+        kv = block_view(k_block, keys, kv_heads), block_view(v_block, keys, kv_heads)
+        stats = block_view(lse, heads, rows), block_view(delta, heads, rows)
+        k_at, acc_dq = cut(step.k_at, keys.start, keys.stop), block_view(sums, rows, heads)
         inputs = *queries, *kv, *stats, mask, step.q_at, k_at
         stream.wait_for_caller()
         with stream.run():

@@ -1,9 +1,7 @@
-"""Operations on row ranges, slices from the first row to one past the last row, and views of tensors by such ranges."""
+"""Operations on row ranges: slices from the first row to one past the last row."""
 
 from collections.abc import Iterable
 from itertools import accumulate
-
-from torch import Tensor
 
 
 def union(ranges: Iterable[slice]) -> list[slice]:
@@ -59,15 +57,3 @@ def packed_position(rows: slice, ranges: list[slice]) -> slice:
 
 def length(rows: slice) -> int:
     return rows.stop - rows.start
-
-
-def slice_dims(x: Tensor, dim_1: slice | None, dim_2: slice | None = None) -> Tensor:
-    """Return x[:, dim_1, dim_2], where None is the whole dimension; x itself if that is all of it, which saves host time."""
-    x = x if dim_1 is None or length(dim_1) == x.shape[1] else x[:, dim_1]
-    return x if dim_2 is None or length(dim_2) == x.shape[2] else x[:, :, dim_2]
-
-
-def query_heads(q: Tensor, k: Tensor, kv_heads: slice) -> slice:
-    """Return the query heads of these KV heads; q is (B, n, Hq, D), k (B, n, Hkv, D)."""
-    group = q.shape[2] // k.shape[2]
-    return slice(kv_heads.start * group, kv_heads.stop * group)

@@ -31,7 +31,7 @@ from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.bench.timing import call_times, num_calls
 from ringspan.parallel.layout import KINDS, Layout
 from ringspan.parallel.plan import Plan, make_plan
-from ringspan.parallel.ring_overlapped import choose_ring
+from ringspan.parallel.ring_attention import choose_ring
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.select import blocks_per_step, gradient_bytes

@@ -71,7 +71,7 @@ def check_group_exists(group: ProcessGroup, name: str) -> None:
     if torch.compiler.is_compiling():
         return
     try:
-        exists = _resolve_process_group(group.group_name) is group  # type: ignore[arg-type]
+        exists = _resolve_process_group(group.group_name) is group
     except (LookupError, RuntimeError):
         exists = False
     if not exists:

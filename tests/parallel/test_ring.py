@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringspan import Layout, Mask
-from ringspan.parallel import ring, ring_overlapped
+from ringspan.parallel import ring, ring_attention, ring_overlapped
 from ringspan.parallel.plan import make_plan
 from ringspan.parallel.transport.base import SingleRankTransport
 from tests.parallel.helpers import jobs, work
@@ -62,10 +62,10 @@ def test_overlapped_ring_runs_where_kernels_may_overlap(
 ) -> None:
     setting: dict[str, Any] = dict(needs_sms=False, mask=Mask(causal=True), deterministic=False, atomic=True) | changes
     adds = setting["atomic"]
-    monkeypatch.setattr(ring_overlapped, "adds_dq_atomically", lambda q, v, *, deterministic, **_: adds and not deterministic)
+    monkeypatch.setattr(ring_attention, "adds_dq_atomically", lambda q, v, *, deterministic, **_: adds and not deterministic)
     q, transport = torch.empty(1, 3, 2, 16), SimpleNamespace(needs_sms=setting["needs_sms"])
     options = dict(scale=1.0, backend="hopper", deterministic=setting["deterministic"], head_start=0)
-    chosen = ring_overlapped.choose_ring(q, q, setting["mask"], transport, **options)
+    chosen = ring_attention.choose_ring(q, q, setting["mask"], transport, **options)
     assert chosen is (ring_overlapped if overlaps else ring)
 
 
