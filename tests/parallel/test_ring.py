@@ -1,6 +1,7 @@
 """The ring, Ulysses and both together equal the reference in fp64 on 1 to 8 gloo ranks; the overlapped ring equals the ring."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,13 @@ def test_overlapped_ring_equals_the_ring(kind: str, ring: int, transport: str, p
         for rank, errors in enumerate(pools(ring)(jobs.compare_rings, replace(case, transport=transport))):
             wrong = {name: error for name, error in errors.items() if not error <= EXACT}
             assert not wrong, f"{case} on rank {rank}: {wrong}"
+
+
+def test_rings_are_short() -> None:
+    """`ring` is one screen per direction, without streams and with one nested function at most."""
+    definition, overlapped = (Path(module.__file__ or "").read_text() for module in (ring, ring_overlapped))
+    assert len(definition.splitlines()) <= 120 and len(overlapped.splitlines()) <= 250
+    assert "Stream" not in definition and definition.count("\n    def ") <= 1
 
 
 @pytest.mark.parametrize(
