@@ -3,6 +3,7 @@
 The properties are listed in `simulated_ring`. A fault in transport or prefetch violates one of them.
 """
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,15 +38,28 @@ THREE_KV_HEADS = SequenceShape("contiguous", 3, 1, 2, (6, 3), (16, 24))  # halve
 
 
 @pytest.mark.parametrize("loop", RINGS, ids=["ring", "overlapped"])
-@pytest.mark.parametrize("steps_of", ["p2p", "copy", "copy_all"])
-@pytest.mark.parametrize("ranks, part_bytes", [(2, 2**28), (3, 0), (4, 2**28), (4, 2048), (6, 2**28)])
+@pytest.mark.parametrize(
+    "ranks, part_bytes, transports",  # those whose steps differ
+    [
+        (2, 2**28, ["p2p"]),
+        (3, 0, ["p2p", "copy_all"]),
+        (4, 2**28, ["p2p", "copy", "copy_all"]),
+        (4, 2048, ["p2p", "copy", "copy_all"]),
+        (6, 2**28, ["copy", "copy_all"]),
+    ],
+)
 @pytest.mark.parametrize("shape", [EVEN, FOUR_HEADS, ONE_KV_HEAD, THREE_KV_HEADS, BF16, WINDOW_BF16, WINDOW])
 def test_properties_hold_in_any_order(
-    shape: SequenceShape, ranks: int, part_bytes: int, steps_of: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
+    shape: SequenceShape,
+    ranks: int,
+    part_bytes: int,
+    transports: list[str],
+    loop: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
-    for seed in range(3) if shape is EVEN else (ranks // 2,):
+    for steps_of, seed in itertools.product(transports, range(3) if shape is EVEN else [ranks // 2]):
         monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 
