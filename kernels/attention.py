@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.backends.block import Carry
-from ringspan.kernels.backends.choose import BACKENDS, choose_backend
+from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.runtime.custom_op import operator
 from ringspan.kernels.tensors import accumulation_dtype
-from ringspan.kernels.validate import check_mask, check_options, check_qkv, check_sinks, check_tangents
+from ringspan.kernels.validate import AttentionOptions, cast_for_autocast, check_mask, check_qkv, check_tangents
 
 __all__ = ["BACKENDS", "attention"]
 
@@ -129,31 +129,12 @@ def attention(
     check_qkv(q, k, v)
     mask = Mask() if mask is None else mask
     check_mask(q, k, mask)
-    check_options(q, scale, softcap, dropout, seed, deterministic, may_draw=True)
-    if sinks is not None:
-        check_sinks(q, sinks)
+    options = AttentionOptions(scale, softcap, sinks, dropout, seed, deterministic, backend).validated(q, v)
     check_tangents(q=q, k=k, v=v, sinks=sinks)
-    if dropout and seed is None:
-        seed = torch.randint(2**63 - 1, (), device=q.device)
-    if isinstance(seed, int):
-        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    choose_backend(backend, q, v, scale=scale, dropout=dropout)  # raises if the named backend cannot run
     left, right, padded, *tensors = mask.bounds(q.device)
-    numbers, factors = [left, right, int(padded), int(deterministic)], [scale, float(softcap), float(dropout)]
-    out, lse = attention_forward(q, k, v, *tensors, sinks, seed, numbers, factors, backend)
+    numbers, factors = [left, right, int(padded), int(deterministic)], [options.scale, options.softcap, options.dropout]
+    out, lse = attention_forward(q, k, v, *tensors, sinks, options.seed, numbers, factors, backend)
     return (out, lse) if return_lse else out
-
-
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v to autocast's dtype if it is enabled, as SDPA does; float64 stays."""
-    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    if not all(isinstance(x, Tensor) for x in (k, v)):
-        return q, k, v  # check_qkv reports these
-    low = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
 
 
 Operator = Callable[[Callable[..., Any]], Callable[..., Any]]  # a decorator that turns a function into an operator

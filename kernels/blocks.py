@@ -315,3 +315,15 @@ def block_options(
         assert seed is not None, "check_options rejects dropout without a seed"
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)  # filled on the device: no host-to-device copy
     return scale, float(softcap), float(dropout), seed
+
+
+def block_view(x: Tensor, dim_1: slice | None, dim_2: slice | None = None) -> Tensor:
+    """Return x[:, dim_1, dim_2], where None is the whole dimension; x itself if that is all of it, which saves host time."""
+    x = x if dim_1 is None or dim_1.stop - dim_1.start == x.shape[1] else x[:, dim_1]
+    return x if dim_2 is None or dim_2.stop - dim_2.start == x.shape[2] else x[:, :, dim_2]
+
+
+def query_heads(q: Tensor, k: Tensor, kv_heads: slice) -> slice:
+    """Return the query heads of these KV heads; q is (B, S, Hq, D), k (B, Sk, Hkv, D)."""
+    group = q.shape[2] // k.shape[2]
+    return slice(kv_heads.start * group, kv_heads.stop * group)

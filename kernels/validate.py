@@ -4,6 +4,7 @@ Checks read shapes, strides, dtypes, devices and Python numbers only, so none sy
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ringspan.kernels.backends.block import Carry, Gradients
+from ringspan.kernels.backends.choose import choose_backend
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.tensors import accumulation_dtype, even_rows
 
@@ -186,3 +188,47 @@ def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     """Validate shape, dtype and device of one tensor."""
     if x.shape != shape or x.dtype != dtype or x.device != device:
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {tuple(shape)} on {device}")
+
+
+@dataclass
+class AttentionOptions:
+    """Options as the public functions take them. `attention` describes each."""
+
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    seed: int | Tensor | None = None
+    deterministic: bool = False
+    backend: str = "auto"
+
+    def validated(self, q: Tensor, v: Tensor) -> "AttentionOptions":
+        """Return the options with a scale and, for dropout, a seed on q's device: without one it is drawn by torch's generator.
+
+        Raises:
+            ValueError: An option is wrong, or the named backend cannot run these inputs.
+        """
+        check_options(q, self.scale, self.softcap, self.dropout, self.seed, self.deterministic, may_draw=True)
+        if self.sinks is not None:
+            check_sinks(q, self.sinks)
+        scale, seed = q.shape[-1] ** -0.5 if self.scale is None else float(self.scale), self.seed
+        choose_backend(self.backend, q, v, scale=scale, dropout=self.dropout)  # raises if the named backend cannot run
+        if not self.dropout:
+            seed = None
+        elif seed is None:
+            seed = torch.randint(2**63 - 1, (), device=q.device)
+        elif isinstance(seed, int):
+            seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+        factors = scale, float(self.softcap), self.sinks, float(self.dropout)
+        return AttentionOptions(*factors, seed, self.deterministic, self.backend)
+
+
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v to autocast's dtype if it is enabled, as SDPA does; float64 stays."""
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    if not all(isinstance(x, Tensor) for x in (k, v)):
+        return q, k, v  # check_qkv reports these
+    low = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v

@@ -15,12 +15,13 @@ from torch import Tensor
 from ringspan.kernels.attention import sink_carry
 from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.mask import Mask
+from ringspan.kernels.validate import AttentionOptions
 from ringspan.parallel.context_attention import context_attention
+from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
-from ringspan.parallel.ring import ring_backward, ring_forward
 from ringspan.parallel.ring_attention import RingCall, operator_arguments
-from ringspan.parallel.streams import on_device
+from ringspan.parallel.transport.streams import on_device
 from ringspan.parallel.ulysses import repeats_of_heads, to_heads, to_tokens
 
 
@@ -148,6 +149,7 @@ class BufferedAttention:
     @property
     def _exchange(self) -> tuple[int, str, str]:
         assert self.mesh is not None and self.mesh.ulysses_group is not None and self.mesh.context_group is not None
+        check_group_exists(self.mesh.context_group, "mesh's context group")
         return self.ulysses, self.mesh.ulysses_group.group_name, self.mesh.context_group.group_name
 
     def _to_tokens(self, x: Tensor) -> Tensor:
@@ -168,20 +170,19 @@ class BufferedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, head_start: int, sinks: Tensor | None, options: dict[str, Any]
     ) -> tuple[Any, ...]:
         assert self.layout is not None and self.mesh is not None
-        defaults: dict[str, Any] = dict(scale=None, softcap=0.0, dropout=0.0, seed=None)
-        own: dict[str, Any] = dict(deterministic=self.deterministic, backend=self.backend, transport=self.transport)
-        own |= dict(layout=self.layout.ring, group=self.mesh.ring_group, sequence_group=self.mesh.context_group)
-        return operator_arguments(q, k, v, mask, sinks=sinks, head_start=head_start, **(defaults | options), **own)
+        attention_options = AttentionOptions(sinks=sinks, deterministic=self.deterministic, backend=self.backend, **options)
+        groups: dict[str, Any] = dict(group=self.mesh.ring_group, sequence_group=self.mesh.context_group)
+        ring: dict[str, Any] = dict(layout=self.layout.ring, transport=self.transport, head_start=head_start)
+        return operator_arguments(q, k, v, mask, attention_options, **ring, **groups)
 
     @staticmethod
     def _ring_forward(args: tuple[Any, ...], outputs: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         q, k, v, *others = args
         with on_device(q.device), RingCall("ring forward", q, k, v, *others) as call:
-            sink_lse = None if call.sinks is None else sink_carry(call.sinks, q)[1]
-            return ring_forward(q, k, v, call.mask, call.transport, sink_lse, outputs=outputs, **call.options)
+            return call.forward(q, k, v, outputs)
 
     @staticmethod
     def _ring_backward(args: tuple[Any, ...], dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *others = args
         with on_device(q.device), RingCall("ring backward", q, k, v, *others) as call:
-            return ring_backward(dout, delta, q, k, v, lse, call.mask, call.transport, **call.options)
+            return call.backward(dout, delta, q, k, v, lse)

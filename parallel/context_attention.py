@@ -12,10 +12,11 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from ringspan.kernels.attention import attention, cast_for_autocast
+from ringspan.kernels.attention import attention
 from ringspan.kernels.mask import Mask
-from ringspan.kernels.validate import check_qkv, check_sinks, check_tangents
+from ringspan.kernels.validate import cast_for_autocast, check_qkv, check_sinks, check_tangents
 from ringspan.parallel.coordination.argument_check import COMPARED_CALLS, report_rejection
+from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
@@ -159,7 +160,8 @@ def context_attention(
         if layout is not None and isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != layout.length:
             raise ValueError(f"q has {q.shape[1]} tokens, the layout has length={layout.length}: make a layout of that length")
         return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
-    assert layout is not None
+    assert layout is not None and mesh.context_group is not None
+    check_group_exists(mesh.context_group, "mesh's context group")
     options |= dict(layout=layout.ring, group=mesh.ring_group, transport=transport)
     if ulysses == 1:
         return ring_attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
@@ -170,10 +172,7 @@ def context_attention(
     try:
         check_qkv(q, k, v)
         check_heads(q.shape[2], ulysses, size)
-        for name, x in (("q", q), ("k", k)):
-            if x.shape[1] != layout.local_length:
-                shard = f"a shard of {layout} has {layout.local_length}"
-                raise ValueError(f"{name} has {x.shape[1]} tokens, but {shard}: use layout.shard")
+        layout.check_shards(q=q, k=k)
         if sinks is not None:
             check_sinks(q, sinks)
     except ValueError as error:

@@ -10,14 +10,17 @@ the running kernel and uses the SMs that its last wave leaves idle. At a higher 
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS, Summand, sum_gradients
+from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel.plan import Piece
 from ringspan.parallel.row_ranges import bounding_range, length, packed_position, relative_to
-from ringspan.parallel.streams import SideStream, Wait
 from ringspan.parallel.transport.base import Transport, received, split_by_piece
 from ringspan.parallel.transport.buffers import split_gradients
+from ringspan.parallel.transport.select import num_parts
+from ringspan.parallel.transport.streams import SideStream, Wait
 
 Region = tuple[slice, slice]  # KV heads, rows
 RowGradients = list[tuple[slice, Tensor]]  # rows of local_sums, gradients to add to them
@@ -36,44 +39,56 @@ class Arrival(NamedTuple):
 class GradientReturn:
     """Gradient return of one backward.
 
-    `local_sums` consists of two regions of KV heads or rows, the halves of the local block. `local_sums[first_region]` already
-    holds the local block's dK/dV, with zeros in padding rows. `local_sums[last_region]` is uninitialised: its local
-    contribution is added at the end of the backward.
+    `local_sums` holds the local block's dK/dV and the sum of remote ones. The local block waits for no transfer, so it overlaps
+    them: its first half runs while the first K/V arrive, its last half while the last gradients are returned. The ring writes
+    `local_sums[first_half]` before the first `send`, and passes the last half's output to `finish`.
 
     Args:
         transport: Transport of the call.
-        local_sums: (rows, B, Hkv, D + Dv) in the accumulation dtype, for the rows of `row_ranges`.
-        row_ranges: Local rows that receive remote gradients.
-        first_region, last_region: See above.
-        num_parts: Number of parts, of some KV heads each, that a step's gradients are sent in.
-        width: D.
+        k, v: This rank's shards, (B, n, Hkv, D) and (B, n, Hkv, Dv).
         backend: Backend of the sums.
+        row_ranges: Local rows that receive remote gradients; None means all.
         priority: Stream priority of the sums.
     """
 
     def __init__(
         self,
         transport: Transport,
-        local_sums: Tensor,
-        row_ranges: list[slice],
-        first_region: Region,
-        last_region: Region,
-        num_parts: int,
-        width: int,
+        k: Tensor,
+        v: Tensor,
         backend: str,
+        row_ranges: list[slice] | None = None,
         priority: int = 0,
     ) -> None:
-        self.transport, self.local_sums, self.row_ranges = transport, local_sums, row_ranges
-        self.first_region, self.last_region = first_region, last_region
-        self.last_region_end = last_region[0].start  # heads of the last region below this one contain sums
-        self.width = width
-        self.backend = backend
-        self.num_parts = num_parts
+        self.transport, self.backend, self.width = transport, backend, k.shape[3]
+        self.row_ranges = [slice(0, k.shape[1])] if row_ranges is None else row_ranges
+        num_rows, heads = sum(map(length, self.row_ranges)), k.shape[2]
+        num_keys = min(num_rows, transport.plan.steps[0].num_keys)  # the rows after them are padding
+        shape = num_rows, k.shape[0], heads, k.shape[3] + v.shape[3]
+        self.local_sums = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
+        # If other local keys are computed apart, their kernels are enough to overlap transfers with.
+        halves = half_regions if num_rows == k.shape[1] else whole_region
+        self.first_half, self.last_half = halves(heads, num_keys, num_keys)
+        self.first_region, self.last_region = halves(heads, num_keys, num_rows)  # the halves with padding
+        self.last_region_end = self.last_region[0].start  # heads of the last region below this one contain sums
+        if num_rows > num_keys:
+            self.local_sums[num_keys:, :, self.first_region[0]] = 0
+        self.num_parts = num_parts(transport.plan, k, v)
         self.num_buffers = self.num_sent = 0  # parts so far; their parity is the slot
         self.in_transfer: Arrival | None = None
-        self.sum_stream = SideStream(local_sums.device, "sums", priority)
+        self.sum_stream = SideStream(k.device, "sums", priority)
         self.sums_completion: Wait = lambda: None
         self.being_summed: Arrival | None = None  # read by sums that the caller's stream has not waited for
+
+    def first_buffer(self) -> Tensor:
+        """Return the buffer that the local block's first half is written into: (rows, B, heads, D + Dv)."""
+        heads, rows = self.first_half
+        return self.local_sums[rows, :, heads]
+
+    def last_buffer(self) -> Tensor:
+        """Allocate the buffer that the local block's last half is written into."""
+        heads, rows = self.last_half
+        return torch.empty_like(self.local_sums[rows, :, heads])
 
     def wait_for_caller(self) -> None:
         """Make the sums wait for all work enqueued on the caller's stream so far. Call it before launching a kernel."""
@@ -113,14 +128,14 @@ class GradientReturn:
         self.sums_completion()
         self.being_summed = None
 
-    def finish(self, last_sums: Tensor, kernel_completion: Wait, dk: Tensor, dv: Tensor) -> None:
+    def finish(self, last_sums: Tensor, dk: Tensor, dv: Tensor, kernel_completion: Wait = lambda: None) -> None:
         """Add the last part and write dk and dv.
 
         Args:
-            last_sums: Local contribution of the last region, (rows, B, heads, D + Dv), written by a kernel. The first region is
-                written concurrently with that kernel.
-            kernel_completion: Wait for that kernel.
+            last_sums: The local block's last half, (rows, B, heads, D + Dv), written by a kernel. The first region is written
+                concurrently with that kernel.
             dk, dv: Outputs (B, rows, Hkv, D) and (B, rows, Hkv, Dv).
+            kernel_completion: Wait for that kernel, if it is not on the current stream.
         """
         assert self.in_transfer is not None, "a ring of several steps sends something in each"
         kv_heads = self.in_transfer.kv_heads
@@ -206,3 +221,18 @@ def _intersection_within(first: slice, second: slice) -> slice:
     """Return the common range of two ranges, counted from the first row of `first`."""
     common = _intersection(first, second)
     return slice(max(0, common.start - first.start), max(0, common.stop - first.start))
+
+
+def whole_region(heads: int, keys: int, end: int) -> list[Region]:
+    """Return (KV heads, rows) of a whole block, and of a second half without rows."""
+    return [(slice(0, heads), slice(0, end)), (slice(0, heads), slice(end, end))]
+
+
+def half_regions(heads: int, keys: int, end: int) -> list[Region]:
+    """Return (KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head.
+
+    Rows end at `end`: at the last key, or after the padding.
+    """
+    if heads > 1:
+        return [(slice(0, heads // 2), slice(0, end)), (slice(heads // 2, heads), slice(0, end))]
+    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, end))]

@@ -184,6 +184,15 @@ class Layout:
             pairs += [(total + i) // self.ulysses for i in reversed(range(self.ulysses))]
         return pairs
 
+    def check_shards(self, **shards: Tensor) -> None:
+        """Raise a ValueError if a tensor (B, n, …) has another number of rows than a shard of this layout."""
+        for name, x in shards.items():
+            if x.shape[1] != self.local_length:
+                raise ValueError(
+                    f"{name} has {x.shape[1]} tokens, but a shard of {self} has {self.local_length}: "
+                    "cut the sequence with layout.shard, or make a layout of its length"
+                )
+
     def check_mask(self, mask: Mask) -> None:
         """Raise a ValueError if the mask's documents have another length than the layout, or keys have their own."""
         if mask.key_length is not None:

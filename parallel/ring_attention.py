@@ -1,33 +1,43 @@
 """`ring_attention`: attention over a sequence that the ranks of a group share, as one operator per direction.
 
     ring_attention           validates, packs the arguments
-    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring.ring_forward
-    ringspan::ring_backward  the same → ring.ring_backward
+    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring_forward
+    ringspan::ring_backward  the same → ring_backward of `ring_overlapped` or `ring`
 
 torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
+
+Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py or ring_overlapped.py, blocks.py,
+call_cache.py.
 """
 
 import hashlib
+from dataclasses import replace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
-from ringspan.kernels.attention import cast_for_autocast, derivative, differentiable, sink_carry, sink_gradient
-from ringspan.kernels.backends.choose import choose_backend
+from ringspan.kernels.attention import derivative, differentiable, sink_carry, sink_gradient
+from ringspan.kernels.backends.choose import adds_dq_atomically
 from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Bounds, Mask
-from ringspan.kernels.validate import check_head_start, check_mask_batch, check_options, check_qkv, check_sinks, check_tangents
+from ringspan.kernels.validate import (
+    AttentionOptions,
+    cast_for_autocast,
+    check_head_start,
+    check_mask_batch,
+    check_qkv,
+    check_tangents,
+)
+from ringspan.parallel import ring, ring_overlapped
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
 from ringspan.parallel.coordination.process_groups import GroupLike, RingGroups, as_process_group, group_by_name, ring_groups
 from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
-from ringspan.parallel.ring import ring_backward, ring_forward
-from ringspan.parallel.streams import on_device, wait_for_all
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.select import (
     COPY_TRANSPORTS,
@@ -37,6 +47,7 @@ from ringspan.parallel.transport.select import (
     gradient_bytes,
     make_transport,
 )
+from ringspan.parallel.transport.streams import on_device, wait_for_all
 
 
 @overload
@@ -165,14 +176,16 @@ def ring_attention(
         RuntimeError: A peer rank has died or did not answer within the group's timeout. The message names rank, operator and
             step.
     """
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, deterministic=deterministic)
-    options |= dict(backend=backend, layout=layout, transport=transport, head_start=head_start, sequence_group=sequence_group)
+    options = AttentionOptions(scale, softcap, sinks, dropout, seed, deterministic, backend)
+    ring_options: dict[str, Any] = dict(
+        layout=layout, transport=transport, head_start=head_start, sequence_group=sequence_group
+    )
     if has_dtensors(q, k, v, sinks, seed):
         shards = DTensorShards(q, k, v, sinks, dict(seed=seed), 1, layout, group)
-        options |= dict(sinks=shards.sinks, seed=seed, group=shards.group, return_lse=return_lse)
-        return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **options))
+        ring_options |= vars(replace(options, sinks=shards.sinks)) | dict(group=shards.group, return_lse=return_lse)
+        return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **ring_options))
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
-    out, lse = forward_op(*operator_arguments(q, k, v, mask, sinks=sinks, seed=seed, group=group, **options))
+    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, **ring_options))
     return (out, lse) if return_lse else out
 
 
@@ -181,14 +194,7 @@ def operator_arguments(
     k: Tensor,
     v: Tensor,
     mask: Mask | None,
-    *,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: int | Tensor | None,
-    deterministic: bool,
-    backend: str,
+    options: AttentionOptions,
     layout: Layout,
     group: GroupLike | None,
     transport: str,
@@ -203,24 +209,26 @@ def operator_arguments(
     mask = Mask() if mask is None else mask
     try:
         q, k, v = cast_for_autocast(q, k, v)
+        check_qkv(q, k, v)
         check_head_start(head_start)
-        _validate(q, k, v, mask, scale, softcap, sinks, dropout, seed, deterministic, layout, size, transport)
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        choose_backend(backend, q, v, scale=scale, dropout=dropout)  # raises if the backend cannot run
+        _validate_layout(q, k, mask, layout, size)
+        if options.dropout and options.seed is None:
+            reason = "over several ranks needs a seed, the same on each: seed=step, for instance"
+            raise ValueError(f"dropout={options.dropout} {reason}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
+        options = options.validated(q, v)
     except ValueError as error:
         if sequence_name and isinstance(q, Tensor):
             report_rejection(sequence_name, q.device, error)
         raise
-    if isinstance(seed, int):
-        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     left, right, has_padding, *tensors = mask.bounds(q.device)
     _, plan_right, _, *plan_tensors = mask.host_mask().bounds()
     layout_fields = layout.length, layout.ranks, layout.multiple, rank
-    integers = RingInts(left, right, has_padding, plan_right, head_start, deterministic, *layout_fields)
-    names = " ".join((backend, layout.kind, transport, group_name, sequence_name))
-    seed = seed if dropout else None
-    floats = [scale, float(softcap), float(dropout)]
-    return q, k, v, *tensors, *plan_tensors, sinks, seed, [int(n) for n in integers], floats, names
+    integers = RingInts(left, right, has_padding, plan_right, head_start, options.deterministic, *layout_fields)
+    names = " ".join((options.backend, layout.kind, transport, group_name, sequence_name))
+    floats = [options.scale, options.softcap, options.dropout]
+    return q, k, v, *tensors, *plan_tensors, options.sinks, options.seed, [int(n) for n in integers], floats, names
 
 
 class RingInts(NamedTuple):
@@ -238,22 +246,7 @@ class RingInts(NamedTuple):
     rank: int
 
 
-def _validate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: int | Tensor | None,
-    deterministic: bool,
-    layout: Layout,
-    size: int,
-    transport: str,
-) -> None:
-    check_qkv(q, k, v)
+def _validate_layout(q: Tensor, k: Tensor, mask: Mask, layout: Layout, size: int) -> None:
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a ringspan.Mask or None, not {type(mask).__name__}: masks are rules, not matrices")
     if not isinstance(layout, Layout):
@@ -262,21 +255,19 @@ def _validate(
         raise ValueError(f"layout has ulysses={layout.ulysses}: call context_attention with its mesh, or use ulysses=1")
     if layout.ranks != size:
         raise ValueError(f"layout has ranks={layout.ranks}, the group has {size}: make the layout for the group's size")
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[1] != layout.local_length:
-            raise ValueError(
-                f"{name} has {x.shape[1]} tokens, but a shard of {layout} has {layout.local_length}: "
-                "cut the sequence with layout.shard, or make a layout of its length"
-            )
+    layout.check_shards(q=q, k=k)
     layout.check_mask(mask)
     check_mask_batch(q, mask)
-    if dropout and seed is None:
-        raise ValueError(f"dropout={dropout} over several ranks needs a seed, the same on each: seed=step, for instance")
-    check_options(q, scale, softcap, dropout, seed, deterministic)
-    if sinks is not None:
-        check_sinks(q, sinks)
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
+
+
+def choose_ring(q: Tensor, v: Tensor, mask: Mask, transport: Transport, head_start: int = 0, **options: Any) -> ModuleType:
+    """Return `ring_overlapped` if it can run a call with these options, else `ring`.
+
+    NCCL's transfers need the SMs. With padding in the mask a kernel copies its inputs, and memory allocated on one stream is
+    not reused by another.
+    """
+    can_overlap = not transport.needs_sms and not mask.has_padding and adds_dq_atomically(q, v, **options)
+    return ring_overlapped if can_overlap else ring
 
 
 class RingCall:
@@ -308,6 +299,7 @@ class RingCall:
             arguments |= {"mask": dict(left=n.left, right=n.right, documents=starts is not None, prefix=prefix is not None)}
             arguments |= {"documents": (_digest(plan_starts), _digest(plan_ends)), "prefix": _digest(plan_prefix)}
             arguments |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
+            arguments |= {"deterministic": bool(n.deterministic), "backend": backend}
             return arguments | {"seed": None if seed is None else seed.tolist()}
 
         if sequence_name:
@@ -324,6 +316,20 @@ class RingCall:
         else:
             self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
             self.groups, self.uses_copy_engines = None, False
+        self.ring = choose_ring(q, v, self.mask, self.transport, **self.options)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return out and lse, written to `outputs` if given."""
+        sink_lse = None if self.sinks is None else sink_carry(self.sinks, q)[1]
+        out, lse = self.ring.ring_forward(q, k, v, self.mask, self.transport, sink_lse, outputs=outputs, **self.options)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv."""
+        dq, dk, dv = self.ring.ring_backward(dout, delta, q, k, v, lse, self.mask, self.transport, **self.options)
+        return dq, dk, dv
 
     def __enter__(self) -> "RingCall":
         return self
@@ -356,8 +362,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     args = starts, ends, prefix, plan_starts, plan_ends, plan_prefix, sinks, seed, integers, floats, names
     with on_device(q.device), RingCall("ring forward", q, k, v, *args) as call:
-        sink_lse = None if sinks is None else sink_carry(sinks, q)[1]
-        return ring_forward(q, k, v, call.mask, call.transport, sink_lse, **call.options)
+        return call.forward(q, k, v)
 
 
 @derivative("ring_backward")
@@ -385,7 +390,7 @@ def backward_op(
     with on_device(q.device), RingCall("ring backward", q, k, v, *args) as call:
         q_at = call.transport.plan.steps[0].q_at
         delta = output_delta(dout, out, dlse, backend=call.options["backend"], mask=call.mask, q_at=q_at)
-        dq, dk, dv = ring_backward(dout, delta, q, k, v, lse, call.mask, call.transport, **call.options)
+        dq, dk, dv = call.backward(dout, delta, q, k, v, lse)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 

@@ -4,10 +4,10 @@
     ringspan bench rehearse --ranks 8 --tokens 128k --heads 16/4 --rank 0 7 --cycles
 
 A ring is slower than one kernel alone for two reasons: more kernels, reductions and launches, and waits for transfers and peer
-ranks. A rehearsal measures the first. It runs the loops of `ring.py` with the steps of the `copy` transport. The simulated
-transport moves nothing and completes a transfer after the time that a link of --link GB/s would need. K/V are random and
-received gradients are uninitialised, so only the times are meaningful. "alone" is a ring of one rank whose causal call costs
-the same. A ring is as fast as its slowest rank.
+ranks. A rehearsal measures the first. It runs the loops of a real call with the steps of the `copy` transport. The
+simulated transport moves nothing and completes a transfer after the time that a link of --link GB/s would need. K/V are
+random and received gradients are uninitialised, so only the times are meaningful. "alone" is a ring of one rank whose causal
+call costs the same. A ring is as fast as its slowest rank.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.bench.timing import call_times, num_calls
 from ringspan.parallel.layout import KINDS, Layout
 from ringspan.parallel.plan import Plan, make_plan
-from ringspan.parallel.ring import ring_backward, ring_forward
-from ringspan.parallel.streams import SideStream, Wait
+from ringspan.parallel.ring_attention import choose_ring
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.select import blocks_per_step, gradient_bytes
+from ringspan.parallel.transport.streams import SideStream, Wait
 
 Row = dict[str, Any]
 Passes = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
@@ -102,11 +102,12 @@ def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, bac
         make_simulated_transport(layout, mask, rank, k, v, backward, link) for backward in (False, True)
     )
     options: dict[str, Any] = dict(head_start=0, scale=q.shape[-1] ** -0.5, backend=backend)
-    out, lse = ring_forward(q, k, v, mask, forward_transport, None, **options)
+    ring = choose_ring(q, v, mask, forward_transport, **options)
+    out, lse = ring.ring_forward(q, k, v, mask, forward_transport, None, **options)
     own = backward_transport.plan.steps[0].q_at
     passes = (
-        lambda: ring_forward(q, k, v, mask, forward_transport, None, **options),
-        lambda: ring_backward(
+        lambda: ring.ring_forward(q, k, v, mask, forward_transport, None, **options),
+        lambda: ring.ring_backward(
             dout,
             output_delta(dout, out, backend=backend, mask=mask, q_at=own),
             q,

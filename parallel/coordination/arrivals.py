@@ -4,14 +4,13 @@ Each rank numbers the collectives of a group. Before it enters one, it writes th
 fails, the late ranks are those whose number is lower.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_num_collectives: Counter[str] = Counter()  # by group name
+_num_collectives: dict[str, tuple[ProcessGroup, int]] = {}  # with the group: a new group can have a destroyed one's name
 
 
 def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
@@ -21,8 +20,10 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
         A function that names the ranks that have not reached it at the time of its call; all peer ranks if none is late.
     """
     name = group.group_name
-    _num_collectives[name] += 1
-    number, local_rank, store = _num_collectives[name], dist.get_rank(), dist.distributed_c10d._get_default_store()
+    counted_group, number = _num_collectives.get(name, (group, 0))
+    number = number + 1 if counted_group is group else 1
+    _num_collectives[name] = group, number
+    local_rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != local_rank]
     with suppress(RuntimeError):  # if the store is gone, the collective itself fails
         store.set(_key(name, local_rank), str(number))

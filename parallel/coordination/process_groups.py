@@ -46,6 +46,7 @@ def as_process_group(group: GroupLike | None, name: str = "group") -> ProcessGro
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, ProcessGroup):
+        check_group_exists(group, name)
         return group
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, DeviceMesh) or not isinstance(dim, str | None):
@@ -63,6 +64,18 @@ def as_process_group(group: GroupLike | None, name: str = "group") -> ProcessGro
         if ranks != sorted(ranks):
             raise ValueError(f"{name}: the mesh has ranks {ranks} in this order; a process group has them in ascending order")
     return mesh.get_group(index)
+
+
+def check_group_exists(group: ProcessGroup, name: str) -> None:
+    """Raise a ValueError if a group has been destroyed. Another group may have its name, by which operators find it."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        exists = _resolve_process_group(group.group_name) is group
+    except (LookupError, RuntimeError):
+        exists = False
+    if not exists:
+        raise ValueError(f"{name} has been destroyed (destroy_process_group): make it again after init_process_group")
 
 
 def mesh_dim(mesh: DeviceMesh, dim: str, name: str) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringspan.parallel.streams import current_stream
+from ringspan.parallel.transport.streams import current_stream
 
 
 class _Progress(NamedTuple):

@@ -1,27 +1,26 @@
-"""Transport: the interface by which a ring moves K/V and gradients, and the loop that prefetches steps.
+"""Transport: the interface by which a ring moves K/V and gradients, and the prefetch of steps.
 
     transport.publish_kv(k, v)                                        make local K/V available to reader ranks
     transport.fetch(step, slot, buffer)                               send and receive one step's K/V
     transport.send_buffer(slot, …), transport.return_gradients(…)     send one step's dK/dV to their owner ranks
     transport.wait_sends(), transport.abort()                         end of a call
 
-Buffers are double-buffered: `slot` 0 or 1. `prefetched_steps` starts the transfer of step i + 2 once step i has been read:
+Buffers are double-buffered: `slot` 0 or 1. `KVPrefetch` starts the transfer of step i + 2 once step i has been read:
 
     receive     K/V 1   K/V 2   K/V 3   …
     compute     local   step 1  step 2  …
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.plan import Piece, Plan, Step
-from ringspan.parallel.streams import Wait
 from ringspan.parallel.transport.buffers import Rows, contiguous_rows, new_rows, rows_first
+from ringspan.parallel.transport.streams import Wait
 
 
 class Transport(ABC):
@@ -99,45 +98,63 @@ def split_by_piece(pieces: list[Piece], buffers: Rows) -> list[Rows]:
 received: Counter[str] = Counter()  # transfers that this rank received: steps of K/V ("kv"), pieces of gradients ("dkv")
 
 
-def prefetched_steps(
-    transport: Transport, k: Tensor, v: Tensor
-) -> Iterator[tuple[int, Step, Tensor, Tensor, Callable[[], None]]]:
-    """Publish local K/V, then yield (index, step, keys, values, release) for each step, local block first.
+class KVPrefetch:
+    """K/V of the steps of one call. Two receive buffers, so the transfers of two steps are in flight.
 
-    Two later steps are in flight meanwhile. Call `release` once the current stream waits for all reads of the keys and values,
-    and before requesting the step after next, which overwrites them.
+    Creating it publishes local K/V. Start the steps in order, and finish after the last kernel.
     """
-    local_step, *remote_steps = transport.plan.steps
-    local_rows = local_step.pieces[0].rows
-    if not remote_steps:
-        yield 0, local_step, k[:, local_rows], v[:, local_rows], lambda: None
-        return
 
-    transport.publish_kv(k, v)
-    max_keys = max(step.num_keys for step in remote_steps)
-    recv_buffers = [transport.recv_buffer(slot, max_keys, k, v) for slot in range(min(2, len(remote_steps)))]
-    in_flight: deque[tuple[Rows, Wait]] = deque()
+    def __init__(self, transport: Transport, k: Tensor, v: Tensor) -> None:
+        local_step, *self.remote_steps = transport.plan.steps
+        self.transport = transport
+        self.local = k[:, local_step.pieces[0].rows], v[:, local_step.pieces[0].rows]
+        self.recv_buffers: list[Rows] = []
+        self.in_flight: deque[tuple[Rows, Wait]] = deque()
+        if self.remote_steps:
+            transport.publish_kv(k, v)
+            max_keys = max(step.num_keys for step in self.remote_steps)
+            slots = range(min(2, len(self.remote_steps)))
+            self.recv_buffers = [transport.recv_buffer(slot, max_keys, k, v) for slot in slots]
+        self.start(1)
+        self.start(2)
 
-    def fetch(index: int) -> None:
-        if index <= len(remote_steps):
-            slot = (index - 1) % 2
-            progress.hop(index, len(remote_steps))
-            k_rows, v_rows = (buffer[: remote_steps[index - 1].num_keys] for buffer in recv_buffers[slot])
-            in_flight.append(((k_rows, v_rows), transport.fetch(index, slot, (k_rows, v_rows))))
+    def start(self, index: int) -> None:
+        """Start the transfer of a step, if there is one, after the current stream's wait for all reads of step `index` − 2."""
+        if index > len(self.remote_steps):
+            return
+        slot = (index - 1) % 2
+        progress.hop(index, len(self.remote_steps))
+        k_rows, v_rows = (buffer[: self.remote_steps[index - 1].num_keys] for buffer in self.recv_buffers[slot])
+        self.in_flight.append(((k_rows, v_rows), self.transport.fetch(index, slot, (k_rows, v_rows))))
 
-    fetch(1)
-    fetch(2)
-    yield 0, local_step, k[:, local_rows], v[:, local_rows], lambda: None
-    for index, step in enumerate(remote_steps, 1):
-        progress.hop(index, len(remote_steps))
-        (k_rows, v_rows), wait_arrival = in_flight.popleft()
+    def wait(self, index: int) -> tuple[Tensor, Tensor]:
+        """Make the current stream wait for the keys and values of a step; return them, (B, keys, Hkv, D) and (…, Dv)."""
+        if index == 0:
+            return self.local
+        progress.hop(index, len(self.remote_steps))
+        (k_rows, v_rows), wait_arrival = self.in_flight.popleft()
         wait_arrival()
-        received["kv"] += bool(step.pieces)
-        # After the last fetch no closure may keep the receive buffers alive, so that their memory is freed early.
-        has_fetch = index + 2 <= len(remote_steps)
-        release = functools.partial(fetch, index + 2) if has_fetch else lambda: None
-        yield index, step, rows_first(k_rows), rows_first(v_rows), release
-    transport.wait_sends()
+        received["kv"] += bool(self.remote_steps[index - 1].pieces)
+        return rows_first(k_rows), rows_first(v_rows)
+
+    def finish(self) -> None:
+        """Make the current stream wait until local K/V have been sent; free the receive buffers."""
+        self.recv_buffers = []
+        if self.remote_steps:
+            self.transport.wait_sends()
+
+
+def prefetched_steps(transport: Transport, k: Tensor, v: Tensor) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
+    """Yield (index, step, keys, values) for each step, local block first. The current stream has waited for the K/V.
+
+    For kernels on the current stream: a step's buffer is overwritten after the work that was enqueued when the loop goes on.
+    """
+    prefetch = KVPrefetch(transport, k, v)
+    for index, step in enumerate(transport.plan.steps):
+        yield index, step, *prefetch.wait(index)
+        if index > 0:
+            prefetch.start(index + 2)
+    prefetch.finish()
 
 
 # Lower-case substrings of a profiler's event names. "dtod" is a copy to or from another GPU's symmetric memory, but also a copy

@@ -27,10 +27,10 @@ from torch import Tensor
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import Piece, Plan
-from ringspan.parallel.streams import SideStream, Wait
 from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE, GpuSignals
+from ringspan.parallel.transport.streams import SideStream, Wait
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 MAX_CACHED_VIEWS = 1024  # views of symmetric memory; with documents every training step needs other ones

@@ -9,9 +9,9 @@ from torch import Tensor
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import Piece, Plan
-from ringspan.parallel.streams import Wait
 from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
+from ringspan.parallel.transport.streams import Wait
 
 
 class P2PTransport(Transport):

@@ -40,7 +40,7 @@ def test_errors_on_one_rank_name_a_remedy(options: dict, message: str) -> None:
     "changes, message",
     [
         (dict(heads=3), "ulysses=2 does not divide q's 3 heads: on 4 ranks take one of [1]"),
-        (dict(rows=5), "use layout.shard"),
+        (dict(rows=5), "cut the sequence with layout.shard"),
         (dict(layout=None), "mesh.layout"),
         (dict(layout=Layout("zigzag", 16, 4)), "mesh.layout"),
         (dict(dropout=0.1), "needs a seed"),

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringspan.parallel import ring
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.transport.select import COPY_TRANSPORTS
 from tests.parallel.helpers import jobs, varlen_jobs, work
@@ -30,7 +29,7 @@ DOCUMENTS = dict(causal=True, documents=[0] * 700 + [1] * 1000 + [-1] * 48 + [2]
 BF16 = RingCase(
     "bf16", length=4048, heads=(8, 2), widths=(64, 64), dtype=torch.bfloat16, backend="auto", device="cuda", mask=CAUSAL
 )
-FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32, split_heads_above=ring.SPLIT_HEADS_ABOVE)
+FP32 = replace(BF16, name="fp32", length=1037, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

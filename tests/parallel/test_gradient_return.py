@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from ringspan.parallel import gradient_return
 from ringspan.parallel.gradient_return import Arrival, GradientReturn, RowGradients
-from ringspan.parallel.plan import Piece, Plan
-from ringspan.parallel.ring import half_regions
-from ringspan.parallel.streams import Wait
+from ringspan.parallel.plan import Piece, Plan, Step
 from ringspan.parallel.transport.base import SingleRankTransport
 from ringspan.parallel.transport.buffers import split_gradients
+from ringspan.parallel.transport.streams import Wait
 
 
 class RandomGradientTransport(SingleRankTransport):
@@ -38,20 +38,22 @@ def test_remote_gradients_are_added_to_local_ones(
 ) -> None:
     """Before the last kernel completes only the first region of dk and dv is written; then the last one, with its output."""
     rows, width = 8, 3
-    first_region, last_region = half_regions(heads, num_keys, rows)
-    _, last_half = half_regions(heads, num_keys, num_keys)  # without padding, which has no gradients
+    sends = [[Piece(0, piece_rows, 0) for piece_rows in ranges] for ranges in row_ranges]
+    local_step = Step(slice(0, rows), [], [Piece(0, slice(0, num_keys), 0)], [])
+    transport = RandomGradientTransport(Plan([local_step], sends, 0, [], slice(0, 0), [], []))
+    monkeypatch.setattr(gradient_return, "num_parts", lambda *_: parts)
+    k, v = torch.empty(1, rows, heads, width), torch.empty(1, rows, heads, width)
+    returns = GradientReturn(transport, k, v, "reference")
+    first_region, last_region = returns.first_region, returns.last_region
     # Local contribution: of the first region now, of the last one from the last kernel. NaN must not be read.
-    local_sums = torch.full((rows, 1, heads, 2 * width), torch.nan)
-    local_sums[first_region[1], :, first_region[0]] = torch.randn_like(local_sums[first_region[1], :, first_region[0]])
-    local_sums[num_keys:] = 0
-    last_rows, last_heads = last_half[1].stop - last_half[1].start, last_half[0].stop - last_half[0].start
-    kernel_output = torch.randn(last_rows, 1, last_heads, 2 * width)
+    local_sums = returns.local_sums
+    local_sums[last_region[1], :, last_region[0]] = torch.nan
+    returns.first_buffer().copy_(torch.randn_like(returns.first_buffer()))
+    kernel_output = torch.randn_like(returns.last_buffer())
     expected = local_sums.clone()
     expected[last_region[1], :, last_region[0]] = 0
-    expected[last_half[1], :, last_half[0]] = kernel_output
-    sends = [[Piece(0, piece_rows, 0) for piece_rows in ranges] for ranges in row_ranges]
-    transport = RandomGradientTransport(Plan([], sends, 0, [], slice(0, 0), [], []))
-    returns = GradientReturn(transport, local_sums, [slice(0, 8)], first_region, last_region, parts, width, "reference")
+    last_heads, last_rows = returns.last_half
+    expected[last_rows, :, last_heads] = kernel_output
     wait_for_arrival = returns._wait_for_arrival
 
     def recording(arrival: Arrival) -> RowGradients:
@@ -73,6 +75,6 @@ def test_remote_gradients_are_added_to_local_ones(
             assert grad[:, first_region[1], first_region[0]].isfinite().all()
         last_sums.copy_(kernel_output)
 
-    returns.finish(last_sums, complete_kernel, *grads)
+    returns.finish(last_sums, *grads, complete_kernel)
     for grad, wanted in zip(grads, split_gradients(expected, width), strict=True):
         torch.testing.assert_close(grad, wanted)

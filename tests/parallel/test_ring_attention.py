@@ -1,11 +1,16 @@
 """`ring_attention` as an operator: validation, transfers, compile, checkpointing, bit equality and accuracy."""
 
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
 from ringspan import Layout, Mask, ring_attention
+from ringspan.parallel import ring_attention as ring_attention_module
 from tests.conftest import HAS_GPU
 from tests.parallel.helpers import jobs
 from tests.parallel.helpers.work import RingCase
@@ -37,6 +42,31 @@ def test_errors_name_the_argument_and_a_remedy(options: dict, message: str) -> N
     arguments = dict(q=q, k=q, v=q, layout=Layout("zigzag", 9, 1)) | options
     with pytest.raises(ValueError, match=message):
         ring_attention(**arguments)
+
+
+def test_files_that_q_visits() -> None:
+    """Between `ring_attention` and the backend: the files whose functions get q, as the docstring of `ring_attention` lists."""
+    q, files = torch.randn(1, 9, 2, 16), dict[str, None]()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if frame.f_code.co_name == "block_forward" and path.parent.name == "backends":
+            sys.setprofile(None)
+        elif event == "call" and "site-packages" not in path.parts and path.suffix == ".py" and path != Path(__file__):
+            values = [y for x in frame.f_locals.values() for y in (x if isinstance(x, tuple) else (x,))]
+            if any(x is q for x in values):
+                files.setdefault(path.name)
+
+    sys.setprofile(profile)
+    try:
+        ring_attention(q, torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16), layout=Layout("zigzag", 9, 1), backend="chunked")
+    finally:
+        sys.setprofile(None)
+    assert next(iter(files)) == "ring_attention.py"
+    between = list(files)[1:]
+    assert len(between) <= 7, between
+    listed = re.findall(r"\w+\.py", (ring_attention_module.__doc__ or "").partition("q visits")[2])
+    assert between == [name for name in listed if name != "ring_overlapped.py"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.tensors import accumulation_dtype
-from ringspan.parallel.streams import SideStream, Wait
+from ringspan.parallel.transport.streams import SideStream, Wait
 from ringspan.trainer.config.schema import Model
 from ringspan.trainer.memory.plan import MemoryPlan
 from ringspan.trainer.planning.flops import head_dim

@@ -66,8 +66,8 @@ def test_compiling_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of each pass, which may compile, precedes all timed calls."""
     calls: list[str] = []
     for name in ("ring_forward", "ring_backward"):
-        run = getattr(rehearse, name)
-        monkeypatch.setattr(rehearse, name, lambda *a, name=name, run=run, **o: (calls.append(name), run(*a, **o))[1])
+        run = getattr(ring, name)
+        monkeypatch.setattr(ring, name, lambda *a, name=name, run=run, **o: (calls.append(name), run(*a, **o))[1])
     monkeypatch.setattr(rehearse, "call_times", lambda call, device, times: (calls.append("timed"), [1.0])[1])
     rehearse.main([*TINY, "--rank", "0"])
     assert calls[:4] == ["ring_forward", "ring_backward"] * 2 and set(calls[4:]) == {"timed"}

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringspan import Mask
-from tests.parallel.helpers import jobs
+from tests.parallel.helpers import jobs, work
 from tests.parallel.helpers.pool import Failed, Pool
 
 
@@ -32,6 +33,8 @@ def checking_ranks() -> Iterator[Pool]:
         (dict(mask=Mask()), ["mask must be the same", "rank 1: {'left': -1, 'right': -1"]),
         (dict(mask=Mask(causal=True, documents=[0] * 16)), ["documents must be the same"]),
         (dict(transport="all_gather"), ["transport must be the same", "rank 1: all_gather"]),
+        (dict(deterministic=True), ["deterministic must be the same", "ranks 0, 2: False", "rank 1: True"]),
+        (dict(backend="reference"), ["backend must be the same", "ranks 0, 2: auto", "rank 1: reference"]),
         (dict(more_rows=1), ["rank 1 rejected its arguments: q has 7 tokens"]),
         (dict(mask=Mask(documents=[0] * 15)), ["rank 1 rejected its arguments", "natural order"]),
     ],
@@ -69,6 +72,17 @@ def test_a_rejection_is_reported_to_peers_at_once(ring: int, ulysses: int, chang
     assert failed.value.errors[1] and next(iter(changes)) in failed.value.errors[1]
     for rank in (0, 2, 3):
         assert "rank 1 rejected its arguments" in (failed.value.errors[rank] or ""), failed.value
+
+
+def test_a_group_that_is_destroyed_and_made_anew_works(tmp_path: Path) -> None:
+    """The new groups have the names of the old ones. A mesh of the old ones is rejected on every rank."""
+    pool = Pool(2, timeout=20)
+    try:
+        for largest_error, rejection in pool(work.remake_groups, str(tmp_path / "store"), patience=60):
+            assert largest_error <= 1e-12
+            assert "mesh's context group has been destroyed" in rejection and "make it again" in rejection
+    finally:
+        pool.close()
 
 
 def test_only_the_first_calls_are_compared() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringspan import Layout, Mask, Mesh, attention, context_attention, ring_attention
-from ringspan.parallel import plan, ring
+from ringspan.parallel import plan, ring, ring_overlapped
+from ringspan.parallel import ring_attention as ring_attention_module
 from ringspan.parallel.bench import __main__ as bench
 from ringspan.parallel.bench.baselines import BenchContext, Setting, candidates
 from ringspan.parallel.bench.timeline import trace
@@ -308,6 +310,15 @@ def compare_with_shared_memory(case: RingCase) -> dict[str, float]:
         return compare(case)
 
 
+def compare_rings(case: RingCase) -> dict[str, float]:
+    """Largest difference between the results of the two rings, both over shared memory."""
+    inputs, results = make_inputs(case), []
+    for module in (ring, ring_overlapped):
+        with patched_copy_engine(), patch.object(ring_attention_module, "choose_ring", lambda *_, module=module, **__: module):
+            results.append(run_shards(case, inputs))
+    return differences(*results)
+
+
 def compare_with_slow_rank(case: RingCase) -> float:
     """Consecutive calls with different inputs while the copies of one rank are slow: largest difference to a single device."""
     mesh = make_mesh(case.ring)
@@ -335,12 +346,9 @@ def compare_after_errors(case: RingCase) -> float:
 
     with patched_copy_engine(slow=1):
         for name in ("block_forward", "block_backward"):
-            original = getattr(ring, name)
-            setattr(ring, name, fail)
-            with contextlib.suppress(MemoryError):
+            with patch.object(ring, name, fail), contextlib.suppress(MemoryError):
                 run_shards(case, inputs)
                 raise AssertionError("no error")
-            setattr(ring, name, original)
             for seed in (1, 2):
                 inputs = make_inputs(case, seed)
                 results, expected = run_shards(case, inputs), shard_results(case, run_single(case, inputs))

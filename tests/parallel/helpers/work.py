@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan import Mask, Mesh, attention, context_attention
-from ringspan.parallel import ring
+from ringspan.parallel import ring_overlapped
 from ringspan.parallel.transport import select
 
 
@@ -44,7 +45,7 @@ class RingCase:
     @contextmanager
     def patched_constants(self) -> Iterator[None]:
         """Set the limits that are module constants."""
-        limit = patch.object(ring, "SPLIT_HEADS_ABOVE", self.split_heads_above)
+        limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
         with patch.object(select, "PART_BYTES", self.part_bytes), limit:
             yield
 
@@ -145,3 +146,20 @@ def differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict
         if not same_infinities or gap.isnan().any():
             gaps[name] = float("inf")
     return gaps
+
+
+def remake_groups(store: str) -> tuple[float, str]:
+    """Largest error of a ring before and after its groups are destroyed and made anew; the error of a mesh of the old ones."""
+    case, worst = RingCase("remade", ring=2, mask=dict(causal=True)), max(compare(RingCase("first", ring=2)).values())
+    old_mesh, rank = make_mesh(2), dist.get_rank()
+    dist.destroy_process_group()
+    make_mesh.cache_clear()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    for _ in range(5):
+        worst = max(worst, *compare(case).values())
+    q = torch.randn(1, 8, 2, 16)
+    try:
+        context_attention(q, q, q, layout=old_mesh.layout("zigzag", 16), mesh=old_mesh)
+    except ValueError as error:
+        return worst, str(error)
+    return worst, "none"

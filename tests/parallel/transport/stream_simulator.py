@@ -4,14 +4,18 @@ Each rank's program runs to its end first, as the host of a GPU does: every oper
 instead. Then the next operation of a random stream that is ready runs, until all queues are empty. One stream runs only when no
 other one is ready. A missing event or signal therefore shows as a wrong result. Memory starts as NaN. It becomes NaN again when
 the stream that allocated it reaches the allocation, because its previous tensor may be in use until then.
+
+Each operation also has a vector clock: how many operations of each stream come before it in every order. From these `Accesses`
+finds races whatever the order of this run, and tests read which transfers a kernel waits for.
 """
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,52 +23,137 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.tensors import accumulation_dtype
-from ringspan.parallel import gradient_return, ring
+from ringspan.parallel import gradient_return, ring, ring_overlapped
 from ringspan.parallel.transport import copy_engine
+from tests.parallel.transport.accesses import Accesses, addresses
 
 Stream = tuple[int, str]  # rank, name
-Event = list[bool]  # not empty once the event has completed
+Clock = Counter[Stream]  # number of operations per stream
+Event = list[Clock]  # the clock at the event, once it has completed
 
 
+class Label(NamedTuple):
+    """A kernel, or the transfer of rows that a rank uses."""
+
+    kind: str  # "kernel", "kv" or "gradients"
+    call: int
+    rank: int  # that runs the kernel, or that uses the rows
+    step: int
+    part: int = 0  # of a call's remote gradients: the one that is written or moved, from 1 on
+
+
+@dataclass
+class Operation:
+    run: Callable[[], Any]
+    is_ready: Callable[[], bool] = lambda: True
+    label: Label | None = None
+    reads: Iterable[Tensor] = ()
+    writes: Iterable[Tensor] = ()
+    adds: Iterable[Tensor] = ()  # atomically
+
+
+class Moved(NamedTuple):
+    """Elements that a transfer moves."""
+
+    label: Label
+    sender: int
+    receiver: int
+    storage: int  # of the sender, and addresses in it
+    addresses: list[int]
+
+
+@dataclass
 class SimulatedMachine:
-    """Streams of all ranks. A queue entry is (run, is_ready): it runs when it is the first of its stream and ready."""
+    """Streams of all ranks. An operation runs when it is the first of its stream and ready."""
 
-    def __init__(self, ranks: int, seed: int) -> None:
-        self.ranks, self.random = ranks, random.Random(seed)
-        self.queues: dict[Stream, deque[tuple[Callable[[], Any], Callable[[], bool]]]] = {}
-        self.current: Stream = 0, "kernels"
-        self.symmetric_memory: dict[int, list[Tensor]] = {}  # of all ranks, by order of allocation
-        self.num_allocations = [0] * ranks
-        self.signals: Counter[tuple[int, int, int]] = Counter()  # counts by kind, source rank, target rank
+    ranks: int
+    seed: int
+    queues: dict[Stream, deque[Operation]] = field(default_factory=dict)
+    current: Stream = (0, "kernels")
+    symmetric_memory: dict[int, list[Tensor]] = field(default_factory=dict)  # of all ranks, by order of allocation
+    num_allocations: Counter[int] = field(default_factory=Counter)  # by rank
+    signals: dict[tuple[int, int, int], list[tuple[int, Clock]]] = field(default_factory=lambda: defaultdict(list))
+    clocks: dict[Stream, Clock] = field(default_factory=lambda: defaultdict(Counter))
+    accesses: Accesses = field(default_factory=Accesses)
+    label: Label | None = None  # of the transfers that are being enqueued
+    call: int = 0  # of the ring, and the plan of its steps and the part that the next kernel writes
+    plan: Any = None
+    part: int = 0
+    labelled: list[tuple[Label, Stream, Clock]] = field(default_factory=list)  # operations with a label that have run
+    moved: list[Moved] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
 
     def enqueue(
-        self, run: Callable[[], Any], is_ready: Callable[[], bool] = lambda: True, stream: Stream | None = None
+        self, run: Callable[[], Any], is_ready: Callable[[], bool] = lambda: True, stream: Stream | None = None, **more: Any
     ) -> None:
-        self.queues.setdefault(stream or self.current, deque()).append((run, is_ready))
+        self.queues.setdefault(stream or self.current, deque()).append(Operation(run, is_ready, **more))
 
     def record(self, stream: Stream) -> Event:
         event: Event = []
-        self.enqueue(lambda: event.append(True), stream=stream)
+        self.enqueue(lambda: event.append(self.clocks[stream].copy()), stream=stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self.enqueue(lambda: None, lambda: bool(event), stream)
+        self.enqueue(lambda: self.join(stream, event[0]), lambda: bool(event), stream)
+
+    def join(self, stream: Stream, clock: Clock) -> None:
+        """Later operations of `stream` come after those that `clock` counts."""
+        self.clocks[stream] |= clock
 
     def output_delta(self, dout: Tensor, out: Tensor) -> Tensor:
         result = dout.new_empty((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=accumulation_dtype(dout.dtype))
-        self.enqueue(lambda: result.copy_(output_delta(dout, out)))
+        self.enqueue(lambda: result.copy_(output_delta(dout, out)), reads=(dout, out), writes=(result,))
         return result
 
     def run(self, may_stall: bool = False) -> None:
         """Run all operations; with `may_stall`, as many as can run while some are never ready."""
         late = self.random.choice(list(self.queues))
         while pending := [stream for stream, queue in self.queues.items() if queue]:
-            ready = [stream for stream in pending if self.queues[stream][0][1]()]
+            ready = [stream for stream in pending if self.queues[stream][0].is_ready()]
             if may_stall and not ready:
                 return
             assert ready, "all streams wait for each other"
-            chosen = self.random.choice([stream for stream in ready if stream != late] or ready)
-            self.queues[chosen].popleft()[0]()
+            stream = self.random.choice([stream for stream in ready if stream != late] or ready)
+            operation = self.queues[stream].popleft()
+            self.clocks[stream][stream] += 1
+            operation.run()
+            name = f"{operation.label or 'an operation'} on {stream}"
+            self.accesses.check(name, stream, self.clocks[stream], operation.reads, operation.writes, operation.adds)
+            if operation.label is not None:
+                self.labelled.append((operation.label, stream, self.clocks[stream].copy()))
+
+    def kernel_label(self, k_at: Any) -> Label:
+        """Return the label of a kernel by the positions of its keys; those of the local block may be some of a step's."""
+        steps = [index for index, step in enumerate(self.plan.steps) if index and step.k_at == k_at]
+        step = steps[0] if steps else 0
+        return Label("kernel", self.call, self.current[0], step, self.part)
+
+    def rank_of(self, x: Tensor) -> int:
+        """Return the rank in whose symmetric memory a tensor is."""
+        storage = x.untyped_storage().data_ptr()
+        ranks = [
+            rank
+            for buffers in self.symmetric_memory.values()
+            for rank, memory in enumerate(buffers)
+            if memory.untyped_storage().data_ptr() == storage
+        ]
+        assert len(ranks) == 1
+        return ranks[0]
+
+    def copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+        """Enqueue the copies of a transfer. One of the two sides is in another rank's symmetric memory."""
+        for target, source in zip(targets, sources, strict=True):
+            assert self.label is not None
+            here = self.current[0]
+            sender, receiver = (here, self.rank_of(target)) if self.label.kind == "kv" else (self.rank_of(source), here)
+            label = self.label._replace(rank=receiver)
+            storage = source.untyped_storage().data_ptr()
+            self.moved.append(Moved(label, sender, receiver, storage, addresses(source).tolist()))
+            self.enqueue(
+                lambda target=target, source=source: target.copy_(source), label=label, reads=(source,), writes=(target,)
+            )
 
 
 class EnqueueOperations(TorchDispatchMode):
@@ -76,10 +165,13 @@ class EnqueueOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if written:
-            self.machine.enqueue(lambda: func(*args, **kwargs))
-            return kwargs.get("out", args[0])
+        is_written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+        leaves = [y for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list | tuple) else (x,))]
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        if any(is_written):
+            target = kwargs.get("out", args[0])
+            self.machine.enqueue(lambda: func(*args, **kwargs), reads=inputs, writes=(target,))
+            return target
         result = func(*args, **kwargs)
         if any(r.alias_info is not None for r in func._schema.returns):
             return result
@@ -87,9 +179,9 @@ class EnqueueOperations(TorchDispatchMode):
         if "empty" in func.__name__:
             if result.is_floating_point():  # the allocator returns memory that its stream may still use for a freed tensor
                 memory = result.fill_(torch.nan).detach()
-                self.machine.enqueue(lambda: memory.fill_(torch.nan))
+                self.machine.enqueue(lambda: memory.fill_(torch.nan), writes=(memory,))
             return result
-        self.machine.enqueue(lambda: result.copy_(func(*args, **kwargs)))
+        self.machine.enqueue(lambda: result.copy_(func(*args, **kwargs)), reads=inputs, writes=(result,))
         return result
 
 
@@ -156,8 +248,9 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
         def signal(self, kind: int, count: int, ranks: Iterable[int]) -> None:
             def run() -> None:
                 for target in ranks:
-                    machine.signals[kind, self.rank, target] = count
+                    machine.signals[kind, self.rank, target].append((count, machine.clocks[stream].copy()))
 
+            stream = machine.current
             machine.enqueue(run)
 
         def signal_and_wait(self, kind: int, count: int, targets: Iterable[int], sources: Iterable[int]) -> None:
@@ -166,10 +259,23 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
 
         def wait(self, kind: int, count: int, ranks: Iterable[int]) -> None:
             keys = [(kind, source, self.rank) for source in ranks]
-            machine.enqueue(lambda: None, lambda: all(machine.signals[key] >= count for key in keys))
+            stream = machine.current
+
+            def arrived() -> list[Clock | None]:
+                """The clocks of the signals that end the wait, None for one that has not come."""
+                return [next((clock for n, clock in machine.signals[key] if n >= count), None) for key in keys]
+
+            def run() -> None:
+                for clock in arrived():
+                    machine.join(stream, clock or Counter())
+
+            machine.enqueue(run, lambda: None not in arrived())
 
     def simulated_forward(*args: Any, **options: Any) -> None:
-        machine.enqueue(lambda: block_forward(*args, **options))
+        q, k, v, _, _, k_at, carry, *_ = args
+        reads = [x for x in (q, k, v, *(carry or ())) if x is not None]
+        label = machine.kernel_label(k_at)
+        machine.enqueue(lambda: block_forward(*args, **options), label=label, reads=reads, writes=options["into"])
 
     def simulated_backward(*args: Any, **options: Any) -> None:
         """Two operations: a kernel reads early what it adds to and writes it late, so a write between them is lost."""
@@ -185,16 +291,17 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
             for x, y in zip(gradients, sums, strict=True):
                 x.copy_(x + y if any(x is z for z in atomic) else y)
 
-        machine.enqueue(read)
-        machine.enqueue(write)
+        label, others = machine.kernel_label(args[8]), gradients[len(atomic) :]
+        machine.enqueue(read, label=label, reads=inputs[:6], writes=others, adds=atomic)
+        machine.enqueue(write, label=label, writes=others, adds=atomic)
 
     replacements: list[tuple[Any, str, Any]] = [
-        (module, "SideStream", SimulatedSideStream) for module in (copy_engine, gradient_return, ring)
+        (module, "SideStream", SimulatedSideStream) for module in (copy_engine, gradient_return, ring_overlapped)
     ]
+    for module in (ring, ring_overlapped):
+        replacements += [(module, "block_forward", simulated_forward), (module, "block_backward", simulated_backward)]
     replacements += [
-        (ring, "adds_dq_atomically", lambda *_, **__: is_atomic),
-        (ring, "block_forward", simulated_forward),
-        (ring, "block_backward", simulated_backward),
+        (copy_engine, "copy", machine.copy),
         (copy_engine, "synchronize", lambda device: None),
         (copy_engine, "GpuSignals", SimulatedSignals),
         (copy_engine, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),

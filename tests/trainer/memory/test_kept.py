@@ -11,7 +11,7 @@ from torch import Tensor
 from ringspan.parallel.transport import copy_engine
 from ringspan.trainer.memory import kept as kept_module
 from ringspan.trainer.memory.kept import HostRegion, KeptTensors
-from tests.parallel.transport.stream_simulator import SimulatedMachine, simulated_streams
+from tests.parallel.transport.stream_simulator import Operation, SimulatedMachine, simulated_streams
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -108,7 +108,7 @@ def test_at_most_one_write_is_outstanding(monkeypatch: pytest.MonkeyPatch) -> No
             kept.keep({layer: torch.empty(4)})
             machine.enqueue(lambda layer=layer: reached.append(layer))
     write = next(stream for stream in machine.queues if "host write" in stream[1])
-    machine.queues[write].appendleft((lambda: None, lambda: False))  # the write stream is stuck
+    machine.queues[write].appendleft(Operation(lambda: None, lambda: False))  # the write stream is stuck
     machine.run(may_stall=True)
     assert reached == [0]
 

@@ -14,6 +14,7 @@ import torch
 
 from ringspan import Layout, Mask
 from ringspan.kernels import loss
+from ringspan.parallel import ring_overlapped
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import make_plan
 from ringspan.parallel.ring import ring_backward
@@ -241,10 +242,9 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     ring: int, batch: int, heads: int, part_bytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symmetric memory, and the peak of all other allocations."""
-    monkeypatch.setattr("ringspan.parallel.ring.adds_dq_atomically", lambda *_, **__: True)  # as on Hopper, the larger case
     monkeypatch.setattr(ring_memory, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
-    monkeypatch.setattr("ringspan.parallel.ring.block_backward", lambda *_, **__: None)
+    monkeypatch.setattr(ring_overlapped, "block_backward", lambda *_, **__: None)
     reserved: dict[str, int] = {}
     buffers = SimpleNamespace(
         num_fetches=0,
@@ -266,7 +266,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
     row = out.new_zeros(batch, heads, rows)  # delta and lse
-    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
+    measured = peak_bytes(lambda: ring_overlapped.ring_backward(out, row, q, k, v, row, **options), tmp_path)
     doubling, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
     assert sum(reserved.values()) == ring_memory.symmetric_memory(*shape, doubling)
     counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)

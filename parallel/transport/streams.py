@@ -15,7 +15,6 @@ A large kernel leaves SMs idle in its last wave. A small operation that is enque
 before it, runs on those SMs and delays no kernel. Copies by copy engines need no SM.
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -86,44 +85,6 @@ class CurrentStream(SideStream):
 
     def __init__(self) -> None:
         self.stream = self.caller = None
-
-
-class StreamRotation:
-    """Kernels launched on several streams in rotation.
-
-    The host launches a kernel before the caller waits for the previous ones, so it starts on the SMs that their last waves
-    leave idle.
-    """
-
-    def __init__(self, streams: list[SideStream]) -> None:
-        self.streams = streams
-        self.in_flight: deque[tuple[Wait, Callable[[], None]]] = deque()
-
-    def next(self) -> SideStream:
-        """Return the next stream. Its kernels run in order."""
-        self.streams.append(self.streams.pop(0))
-        return self.streams[-1]
-
-    def submit(self, on_done: Callable[[], None]) -> None:
-        """Register the kernel just launched on that stream.
-
-        `drain_to` calls `on_done` once the current stream waits for the kernel.
-        """
-        self.in_flight.append((self.streams[-1].completion(), on_done))
-
-    def drain_to(self, count: int) -> None:
-        """Make the current stream wait for the oldest kernels until `count` are left in flight."""
-        while len(self.in_flight) > count:
-            wait, on_done = self.in_flight.popleft()
-            wait()
-            on_done()
-
-    def order_before(self, stream: SideStream) -> None:
-        """Make `stream` wait for all kernels in flight and for all work enqueued on the caller's stream so far."""
-        stream.wait_for_caller()
-        with stream.run():
-            for wait, _ in self.in_flight:
-                wait()
 
 
 def wait_for_all(device: torch.device) -> None:
