@@ -63,12 +63,14 @@ def _exchange(
     """All-gather (description, rejection); return the ranks and their answers."""
     group = group_by_name(group_name)
     answers: list[tuple[Description | None, str | None]] = []
-    missing = arrivals.announce_arrival(group)
-    progress.wait(
-        lambda: answers.extend(all_gather_json((description, rejection), group, device)),
-        lambda: f"{missing()}, to compare shapes",
-        timeout_of(group, device).total_seconds(),
-    )
+    missing, timeout_s = arrivals.announce_arrival(group), timeout_of(group, device).total_seconds()
+
+    def exchange() -> None:
+        if device.type == "cuda":
+            arrivals.await_arrivals(group, timeout_s)
+        answers.extend(all_gather_json((description, rejection), group, device))
+
+    progress.wait(exchange, lambda: f"{missing()}, to compare shapes", timeout_s)
     return dist.get_process_group_ranks(group), answers
 
 

@@ -4,6 +4,7 @@ Each rank numbers the collectives of a group. Before it enters one, it writes th
 fails, the late ranks are those whose number is lower.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -28,14 +29,33 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     with suppress(RuntimeError):  # if the store is gone, the collective itself fails
         store.set(_key(name, local_rank), str(number))
 
-    def missing() -> str:
-        try:
-            late = [r for r in peers if not store.check([_key(name, r)]) or int(store.get(_key(name, r))) < number]
-        except RuntimeError:
-            late = []
-        return rank_names(late or peers)
+    return lambda: rank_names(_late(group) or peers)
 
-    return missing
+
+def await_arrivals(group: ProcessGroup, timeout_s: float) -> None:
+    """Wait on the host until all ranks have announced the collective that this rank announced last.
+
+    A collective on a GPU returns no error to a host that waits for its result while a rank has stalled.
+
+    Raises:
+        RuntimeError: A rank has not arrived in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while _late(group):
+        if time.monotonic() > deadline:
+            raise RuntimeError("no answer")
+        time.sleep(0.001)
+
+
+def _late(group: ProcessGroup) -> list[int]:
+    """Return the ranks that have not announced this rank's last collective; none if the store is gone."""
+    name, (_, number) = group.group_name, _num_collectives[group.group_name]
+    store = dist.distributed_c10d._get_default_store()
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    try:
+        return [r for r in peers if not store.check([_key(name, r)]) or int(store.get(_key(name, r))) < number]
+    except RuntimeError:
+        return []
 
 
 def rank_names(ranks: list[int]) -> str:

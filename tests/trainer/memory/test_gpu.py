@@ -110,14 +110,14 @@ def test_tensors_of_the_mlps_width(activation: str, compiled: bool) -> None:
         streaming = Streaming(parse("x/1", shape), 1, None, functions)
         if compiled:
             streaming.compile()
-        x, out = (torch.randn(1, ROWS // 64, *size, device=GPU, dtype=torch.bfloat16) for size in ((1024,), (8, 128)))
+        x, out = (torch.randn(1, ROWS // 16, *size, device=GPU, dtype=torch.bfloat16) for size in ((1024,), (8, 128)))
         weights = layer.finish_weights()
         with torch.no_grad():
             backward = peak_of(streaming._finish_backward, x, out, weights, torch.ones_like(x))
             peaks.append([peak_of(streaming.functions.finish, x, out, *weights), backward])
     config = config_of(4096)
     config.model.activation, config.engine.compile = activation, "on" if compiled else "off"
-    per_tensor = 2048 * (ROWS // 64) * 2  # bytes of a tensor, for the difference of the widths
+    per_tensor = 2048 * (ROWS // 16) * 2  # bytes of a tensor, for the difference of the widths
     found = [(large - small) / per_tensor for small, large in zip(*peaks, strict=True)]
     assert found == pytest.approx(mlp_widths(config, gpu=True), abs=0.1)
 
