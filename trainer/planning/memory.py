@@ -365,4 +365,3 @@ def working_set(
 def pinned_size(nbytes: float) -> float:
     """Return the bytes that torch allocates for pinned memory: the next power of two (CachingHostAllocator.h)."""
     return 2 ** math.ceil(math.log2(nbytes))
-
