@@ -47,22 +47,26 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
 class Tile:
     """Forward and backward of one tile. Axes in einsum: i queries, j keys, k key heads, g query heads per key head."""
 
-    def __init__(self, block: Block, q_at: Sequence[Segment], k_at: Sequence[Segment]) -> None:
-        """Take the block's rules for rows at these positions; `forward` and `backward` take slices of its tensors."""
+    def __init__(self, block: Block, q_at: Sequence[Segment], k_at: Sequence[Segment], masked: bool = True) -> None:
+        """Take the block's rules for rows at these positions; `forward` and `backward` take slices of its tensors.
+
+        `masked=False` states that every query attends to every key.
+        """
         self.q_positions, self.k_at, self.head_start = positions(q_at, block.q.device), k_at, block.head_start
-        visible = block.mask.visible(self.q_positions, positions(k_at, block.q.device))
-        self.visible = visible[:, None, None]  # (B or 1, 1, 1, i, j)
+        self.visible: Tensor | None = None  # (B or 1, 1, 1, i, j)
+        if masked:
+            self.visible = block.mask.visible(self.q_positions, positions(k_at, block.q.device))[:, None, None]
         self.scale, self.softcap, self.dropout, self.seed = block.scale, block.softcap, block.dropout, block.seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, carry_out: Tensor | None, carry_lse: Tensor) -> tuple[Tensor, Tensor]:
         if k.shape[1] == 0:  # no keys: return the carry
             out = carry_lse.new_zeros((*q.shape[:3], v.shape[-1])) if carry_out is None else carry_out
             return out, carry_lse
-        s, _ = self._scores(q, k)
+        s, _ = self._scores(self._scaled(q), k)
         carry_lse = self._group(carry_lse, k)
         row_max = torch.maximum(s.amax(-1), carry_lse)
         row_max = torch.where(row_max == -INF, 0, row_max)  # without visible keys: exp(-inf - 0) is 0, not NaN
-        p = torch.exp(s - row_max[..., None])
+        p = s.sub_(row_max[..., None]).exp_()
         w = torch.exp(carry_lse - row_max)
         total = w + p.sum(-1)
         acc = torch.einsum("bkgij,bjkd->bikgd", self._drop(p), self._visible_keys(v, s.dtype))
@@ -74,29 +78,34 @@ class Tile:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q = self._scaled(q)
         s, slope = self._scores(q, k)
         lse = self._group(torch.where(lse == -INF, 0, lse), k)  # rows without visible keys: p = exp(-inf) = 0
-        p = torch.exp(s - lse[..., None])
+        p = s.sub_(lse[..., None]).exp_()
         dout = self._visible_queries(dout, s.dtype).unflatten(2, p.shape[1:3])
         dv = torch.einsum("bkgij,bikgd->bjkd", self._drop(p), dout)
         dp = self._drop(torch.einsum("bikgd,bjkd->bkgij", dout, self._visible_keys(v, s.dtype)))
-        ds = torch.where(self.visible, p * (dp - self._group(delta, k)[..., None]), 0)
-        ds = (ds if slope is None else ds * slope) * self.scale
-        dq = torch.einsum("bkgij,bjkd->bikgd", ds, self._visible_keys(k, s.dtype))
+        ds = dp.sub_(self._group(delta, k)[..., None]).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
+        if self.visible is not None:
+            ds = torch.where(self.visible, ds, 0)  # dp of other pairs may be NaN or infinite
+        dq = torch.einsum("bkgij,bjkd->bikgd", ds, self._visible_keys(k, s.dtype)) * self.scale
         dk = torch.einsum("bkgij,bikgd->bjkd", ds, self._visible_queries(q, s.dtype).unflatten(2, p.shape[1:3]))
         return dq.flatten(2, 3), dk, dv
 
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q.to(accumulation_dtype(q.dtype)) * self.scale
+
     def _scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return masked scores (b, k, g, i, j) and their derivative with respect to the uncapped scores (None: 1)."""
-        acc = accumulation_dtype(q.dtype)
-        grouped = q.to(acc).unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
-        s = torch.einsum("bikgd,bjkd->bkgij", grouped, k.to(acc)) * self.scale
+        """Return masked scores (b, k, g, i, j) of scaled queries and their derivative by the uncapped scores (None: 1)."""
+        grouped = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+        s = torch.einsum("bikgd,bjkd->bkgij", grouped, k.to(q.dtype))
         slope = None
         if self.softcap:
-            t = torch.tanh(s / self.softcap)
+            t = s.div_(self.softcap).tanh_()
             s, slope = self.softcap * t, 1 - t * t
-            slope = torch.where(self.visible, slope, 0)
-        return s.masked_fill(~self.visible, -INF), slope
+        return s if self.visible is None else torch.where(self.visible, s, -INF), slope
 
     def _drop(self, p: Tensor) -> Tensor:
         """Apply dropout to weights (b, k, g, i, j). It is linear, so the same function computes its gradient."""
@@ -109,11 +118,13 @@ class Tile:
 
     def _visible_keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Set keys or values that no query attends to to 0, because 0 · NaN of uninitialised padding is NaN."""
-        return torch.where(self.visible.any(-2)[:, 0, 0, :, None, None], x.to(dtype), 0)
+        x = x.to(dtype)
+        return x if self.visible is None else torch.where(self.visible.any(-2)[:, 0, 0, :, None, None], x, 0)
 
     def _visible_queries(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Set rows of queries or dout without visible keys to 0."""
-        return torch.where(self.visible.any(-1)[:, 0, 0, :, None, None], x.to(dtype), 0)
+        x = x.to(dtype)
+        return x if self.visible is None else torch.where(self.visible.any(-1)[:, 0, 0, :, None, None], x, 0)
 
     @staticmethod
     def _group(stats: Tensor, k: Tensor) -> Tensor:
