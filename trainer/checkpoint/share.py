@@ -168,6 +168,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: deque[tuple[int, Future[None]]] = deque()  # (bytes, write) of each tensor
+        self._failed = False
 
     def add(self, writer: SplitWriter, tensor: Tensor) -> None:
         """Enqueue a tensor; wait while MAX_PENDING bytes are pending. Raise the error of an earlier write."""
@@ -175,7 +176,17 @@ class BackgroundWriter:
             self._pending[0][1].done() or sum(size for size, _ in self._pending) + tensor.nbytes > MAX_PENDING
         ):
             self._pending.popleft()[1].result()
-        self._pending.append((tensor.nbytes, self._thread.submit(writer.add, tensor.cpu())))
+        self._pending.append((tensor.nbytes, self._thread.submit(self._write, writer, tensor.cpu())))
+
+    def _write(self, writer: SplitWriter, tensor: Tensor) -> None:
+        """Write a tensor, unless an earlier write failed: the writer would take it for the next one that it expects."""
+        if self._failed:
+            return
+        try:
+            writer.add(tensor)
+        except BaseException:
+            self._failed = True
+            raise
 
     def close(self) -> None:
         """Wait until all tensors are written, or raise the first error. The thread has ended on return."""

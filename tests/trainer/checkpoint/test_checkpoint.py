@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -215,3 +216,18 @@ def test_error_of_a_background_write_is_raised() -> None:
     background.add(writer, torch.tensor([1]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="number 1"):
         background.close()
+
+
+def test_nothing_is_written_after_the_first_failed_write(tmp_path: Path) -> None:
+    """A later tensor that is already queued would be taken for the one that failed, and its error would hide the cause."""
+    go = threading.Event()
+    writer = share.SplitWriter(tmp_path, "weights", {"up": (4, 3), "down": (3, 4)}, 0)
+    background = share.BackgroundWriter()
+    background._thread.submit(go.wait)
+    background.add(writer, torch.full((4, 3), float("nan")))
+    background.add(writer, torch.zeros(3, 4))
+    go.set()
+    background._pending[1][1].result()
+    with pytest.raises(share.NotFiniteError, match="up is not finite"):
+        background.close()
+    writer.abandon()

@@ -58,9 +58,11 @@ def test_forward_without_mask_splits_keys_by_l2_budget(
     def record(self: Launch) -> Any:
         out = self.tensors["out"]
         launches.append((self.tensors["k"].shape[1], out.data_ptr()))
-        if width > 64:
-            columns = self.make_arguments()[1]["out_tiles"].block_shape[3]
-            assert columns == max(64, v_width // 64 * 128) * 2 // out.element_size()
+        tiles = self.make_arguments()[1]["out_tiles"]
+        if width == 128:
+            assert tiles.block_shape[3] == 128 * 2 // out.element_size()
+        elif width == 80:  # q and k in two chunks leave no memory for it
+            assert tiles is None
         return run(self)
 
     monkeypatch.setattr(Launch, "__call__", record)
