@@ -3,6 +3,7 @@
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,18 +130,16 @@ def test_prepare_refuses_what_no_rank_can_shard() -> None:
         prepare(torch.tensor([0, 5, 4], dtype=torch.int32), True, 0, 2)
 
 
-def test_install_lets_other_packages_import_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["ring_flash_attn", "ring_flash_attn.adapters", "ring_flash_attn.adapters.hf_adapter"]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    ring_flash_attn.install()
-    ring_flash_attn.install()
-    found: dict[str, Any] = {}
-    exec("import ring_flash_attn.adapters.hf_adapter\nfrom ring_flash_attn import zigzag_ring_flash_attn_func as f", found)
-    assert found["f"] is ring_flash_attn.zigzag_ring_flash_attn_func
-    assert found["ring_flash_attn"].adapters.hf_adapter.DATA_PARAMS == {}
-    monkeypatch.setitem(sys.modules, "ring_flash_attn", types.ModuleType("ring_flash_attn"))
-    with pytest.raises(ValueError, match=r"ring_flash_attn=.* has been imported already: call install\(\) before"):
+def test_install_lets_other_packages_import_the_functions() -> None:
+    with mock.patch.dict(sys.modules):  # other tests look for the package itself
+        for name in ("ring_flash_attn", "ring_flash_attn.adapters", "ring_flash_attn.adapters.hf_adapter"):
+            sys.modules.pop(name, None)
         ring_flash_attn.install()
-    for name in names:
-        monkeypatch.delitem(sys.modules, name)
+        ring_flash_attn.install()
+        found: dict[str, Any] = {}
+        exec("import ring_flash_attn.adapters.hf_adapter\nfrom ring_flash_attn import zigzag_ring_flash_attn_func as f", found)
+        assert found["f"] is ring_flash_attn.zigzag_ring_flash_attn_func
+        assert found["ring_flash_attn"].adapters.hf_adapter.DATA_PARAMS == {}
+        sys.modules["ring_flash_attn"] = types.ModuleType("ring_flash_attn")
+        with pytest.raises(ValueError, match=r"ring_flash_attn=.* has been imported already: call install\(\) before"):
+            ring_flash_attn.install()
