@@ -28,7 +28,6 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != local_rank]
     with suppress(RuntimeError):  # if the store is gone, the collective itself fails
         store.set(_key(name, local_rank), str(number))
-
     return lambda: rank_names(_late(group) or peers)
 
 
