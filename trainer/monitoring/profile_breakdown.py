@@ -114,7 +114,9 @@ def _operator(name: str) -> str:
 def _kind(name: str, operator: str) -> str:
     if is_transfer(name, in_ring=operator == "ring"):
         return "communication"
-    return "attention" if operator == "ring" else operator
+    if operator == "ring" or name.startswith("attention_"):  # streamed layers launch our kernels outside of an operator
+        return "attention"
+    return operator
 
 
 def _interval(event: Any, kind: str) -> Interval:

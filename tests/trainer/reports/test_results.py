@@ -12,6 +12,7 @@ import pytest
 
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.data import tokenizer
+from ringspan.trainer.monitoring import profile_breakdown
 from ringspan.trainer.monitoring.profile_breakdown import breakdown
 from ringspan.trainer.planning import flops
 from ringspan.trainer.planning.memory import GIB, footprint
@@ -277,3 +278,9 @@ def test_equal_curves_get_no_panel_of_differences(
     assert len(figures[0].axes) == panels and (tmp_path / "loss.png").is_file()
     monkeypatch.undo()
     plt.close(figures[0])
+
+
+@pytest.mark.parametrize("operator", ["other", "attention", "ring"])
+def test_attention_kernels_count_as_attention_also_outside_of_an_operator(operator: str) -> None:
+    assert profile_breakdown._kind("attention_backward", operator) == "attention"
+    assert profile_breakdown._kind("triton_poi_fused_mul_silu_1", "other") == "other"
