@@ -111,7 +111,7 @@ class Run:
         self.attention.layout = layout = mesh.layout(self.config.parallel.layout, length)
         batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
         with self.engine.precision():
-            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs)[0]
+            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs, each=True)[0]
         torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
         self.attention.layout = self.layout
 

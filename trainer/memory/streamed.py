@@ -226,9 +226,10 @@ class StreamedLayers(torch.autograd.Function):
         kept, plan, total = streaming.kept, streaming.plan, streaming.num_layers
         ctx.streaming, ctx.layers, ctx.inputs, ctx.weights = streaming, layers, inputs, weights
         device = x.device.type
+        x = x.detach()  # a compiled function of rows is compiled again for an input that requires a gradient
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         ctx.ran = False
-        kept.keep({("x", inputs[0].number): x.detach()})
+        kept.keep({("x", inputs[0].number): x})
         for layer, each in zip(layers, inputs, strict=True):
             y, out, lse = streaming._forward(layer, each, x)
             if plan.keeps_out(each.number, total):

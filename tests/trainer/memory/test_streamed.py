@@ -161,6 +161,23 @@ def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == first
 
 
+def test_evaluation_compiles_nothing() -> None:
+    """It runs the graphs of a training step's forward, whose input has a gradient."""
+    from torch._dynamo.utils import counters
+
+    shape = Model(**SHAPE)
+    batch = inputs(shape, 1, batch=1, length=48)
+    model = build("x/2 outs=2", shape, 48)
+    torch._dynamo.reset()
+    model.segments[0].streaming.compile(backend="eager")
+    counters.clear()
+    gradients(model, *batch)
+    first = counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        model(*batch)
+    assert counters["stats"]["unique_graphs"] == first == 4  # project with and without gradients, finish, expand
+
+
 def test_backward_of_finish_computes_no_y() -> None:
     """Three matmuls again (o, gate and up, not down), and two for the gradients of each of the four."""
     model = build("x/1", shape := Model(**SHAPE), LENGTH)
