@@ -67,6 +67,7 @@ RUNS = {
     "8b-4-layers-1m-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=1M"),
     "8b-8-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=8 data.length=512k"),
     "8b-4-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=512k"),
+    "8b-4-layers-384k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=384k"),
     "8b-512k-4-h100": LongRun("model=llama-8b engine=zero3 parallel.ring=4 data.length=512k", gpus=4, steps=2),
     "1b-1m-h100": LongRun(f"{ONE_B} data.length=1000000"),
     "8b-2-layers-128k-h100": LongRun(
