@@ -10,6 +10,8 @@
 A sequence is one document of one family. Keys and values are drawn afresh for each sequence. The evaluation ("held_out") uses
 other templates and other syllables than training, and all its questions are at the end; in training half of them follow
 their facts at any distance. No fact is asked for twice, because the first answer would be a nearer fact.
+
+Half of training's sequences have templates of random words, so that an answer follows from its key, whatever the sentence.
 """
 
 import functools
@@ -72,6 +74,13 @@ EVALUATION = Language(
     ("Which value has the variable{k}? The value is{V}.\n",),
     ("Which value is stored under the room with the key of{k}? The value is{V}.\n",),
 )
+ALPHABETS = ((TRAINING.consonants, TRAINING.vowels), ("BCDFGHJKLMNPRSTVWZ", "AEIOU"))  # of sentences of random words
+RANDOM_WORDS = (
+    "about above across after again along around before below beyond brings called every family finds follow from gives group "
+    "hand here holds house into item keeps known large last leads lies line list long made many marks moves name near next "
+    "number often only open order other over page part place point reads right same says seen set shows side some stands start "
+    "still such there thing through today together toward turns until used very way when where while with word work year"
+)
 WORDS = (
     "river stone garden window letter morning bridge market teacher winter village forest",
     "crosses follows remembers covers leaves watches carries meets opens describes",
@@ -110,13 +119,14 @@ class Needles:
             raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
-        self.language = EVALUATION if evaluation else TRAINING
+        self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
         rng = np.random.default_rng(0)
         subjects, verbs, adjectives = (words.split() for words in WORDS)
         noun = lambda: f"the {rng.choice(adjectives)} {rng.choice(subjects)}"  # noqa: E731
         self._bank = self._encode([f"Today {noun()} {rng.choice(verbs)} {noun()}.\n" for _ in range(BANK)])
+        self._bank_sizes = np.array([len(sentence) for sentence in self._bank])
         value, key = self._encode([" " + "7" * digits, " gabuga"])
         if len(value) < 2 or len(key) < 2:
             raise ValueError(
@@ -129,6 +139,7 @@ class Needles:
     def sequence(self, rng: np.random.Generator) -> Packed:
         """Draw one sequence of one family."""
         family = int(rng.integers(len(self.families)))
+        self.draw_language(rng)
         items, values, guesses = FAMILIES[self.families[family]](self, rng)
         encoded = self._encode_items(items)
         num_filler = self.length - len(self.begin) - 1 - sum(map(len, encoded))
@@ -142,6 +153,11 @@ class Needles:
         ends[order] = len(self.begin) + np.cumsum(sizes)
         tokens = np.concatenate([self.begin, *(parts[index] for index in order), self.end])
         return self._label(tokens, items, ends, values, family, guesses)
+
+    def draw_language(self, rng: np.random.Generator) -> None:
+        """In training, choose fixed templates or templates of random words."""
+        if not self.evaluation:
+            self.language = TRAINING if rng.random() < 0.5 else random_language(rng)
 
     def _label(
         self, tokens: np.ndarray, items: list[Item], ends: np.ndarray, values: list[str], family: int, guesses: int
@@ -167,11 +183,10 @@ class Needles:
 
     def _filler(self, rng: np.random.Generator, num: int) -> list[np.ndarray]:
         """Return sentences of `num` tokens in all; the beginning of the last one is cut off to fit."""
-        shortest = min(map(len, self._bank))
-        sentences = [self._bank[index] for index in rng.integers(0, BANK, num // shortest + 1)]
-        sizes = np.cumsum([len(sentence) for sentence in sentences])
+        chosen = rng.integers(0, BANK, num // self._bank_sizes.min() + 1)
+        sizes = np.cumsum(self._bank_sizes[chosen])
         last = int(np.searchsorted(sizes, num))
-        return [*sentences[:last], sentences[last][sizes[last] - num :]]
+        return [*(self._bank[index] for index in chosen[:last]), self._bank[chosen[last]][sizes[last] - num :]]
 
     def _require_length(self, family: str, needed: int) -> None:
         if needed > self.length:
@@ -183,10 +198,12 @@ class Needles:
     def _num_tokens(self, family: str) -> int:
         """Return an upper estimate of the tokens of facts and questions."""
         sizes = []
-        for seed in range(3):
-            items, _, _ = FAMILIES[family](self, np.random.default_rng(seed))
+        for seed in range(8):
+            rng = np.random.default_rng(seed)
+            self.draw_language(rng)
+            items, _, _ = FAMILIES[family](self, rng)
             sizes.append(sum(map(len, self._encode_items(items))) + len(self.begin) + 1)
-        return max(sizes) + max(sizes) // 20
+        return max(sizes) + max(sizes) // 10
 
     def _encode_items(self, items: Sequence[Item]) -> list[np.ndarray]:
         flat = self._encode_pieces([piece for item in items for piece in item.pieces])
@@ -195,7 +212,8 @@ class Needles:
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
         """Encode each piece alone, so that a key has the same tokens wherever it occurs."""
-        new = [text for text in dict.fromkeys(pieces) if text not in self._encoded]
+        if not (new := [text for text in dict.fromkeys(pieces) if text not in self._encoded]):
+            return [self._encoded[text] for text in pieces]
         if len(self._encoded) + len(new) > 2**16:
             self._encoded.clear()
             new = list(dict.fromkeys(pieces))
@@ -238,13 +256,39 @@ class Needles:
         return last_fact + (1 - last_fact) * rng.random()
 
 
+def random_language(rng: np.random.Generator) -> Language:
+    """Return templates of random words, and the syllables of one of `ALPHABETS`."""
+
+    known = RANDOM_WORDS.split()
+
+    def words(least: int, most: int) -> str:
+        return "".join(f" {known[i]}" for i in rng.integers(0, len(known), rng.integers(least, most + 1)))
+
+    def two(first: str, second: str) -> tuple[str, str]:
+        sentences = [f"{words(1, 3)[1:].capitalize()}{first}{words(0, 3)}{second}.\n" for _ in range(2)]
+        return sentences[0], sentences[1]
+
+    def ask() -> tuple[str, str]:
+        sentences = [
+            f"{words(1, 4)[1:].capitalize()}{{k}}{words(0, 2)}? {words(1, 3)[1:].capitalize()}{{V}}.\n" for _ in range(2)
+        ]
+        return sentences[0], sentences[1]
+
+    several = words(1, 4)[1:].capitalize(), "{k}", f"? {words(1, 3)[1:].capitalize()}{{V}}.\n"
+    return Language(
+        *ALPHABETS[int(rng.integers(len(ALPHABETS)))],
+        facts=two("{k}", "{v}"), values=two("{k}", "{v}"), roots=two("{k}", "{v}"), copies=two("{l}", "{k}"),
+        places=two("{k}", "{l}"), questions=ask(), all_values=ask(), several=several, variable=ask(), place=ask(),
+    )  # fmt: skip
+
+
 def fill(rng: np.random.Generator, templates: Sequence[str], **names: str) -> list[str]:
     """Return the pieces of a random template with its names filled in."""
     template = templates[int(rng.integers(len(templates)))]  # rng.choice takes ten times as long
     return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces(template)]
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _pieces(template: str) -> list[str]:
     return [piece for piece in re.split(r"(\{\w\})", template) if piece]
 

@@ -13,9 +13,9 @@ Result = dict[str, Any]
 
 
 def append(folder: Path, result: Result) -> None:
-    """Record a result in a run's folder."""
-    with (folder / NAME).open("a") as out:
-        out.write(json.dumps(result) + "\n")
+    """Record a result in a run's folder, in one write: calls that end at once mix no lines."""
+    with (folder / NAME).open("ab", buffering=0) as out:
+        out.write(json.dumps(result).encode() + b"\n")
 
 
 def read(folder: Path) -> list[Result]:

@@ -7,11 +7,20 @@ import pytest
 
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data.dataset import Dataset, Synthetic
-from ringspan.trainer.data.needles import EVALUATION, FAMILIES, TRAINING, Needles
+from ringspan.trainer.data.needles import (
+    ALPHABETS,
+    EVALUATION,
+    FAMILIES,
+    RANDOM_WORDS,
+    TRAINING,
+    Language,
+    Needles,
+    random_language,
+)
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
 
 LENGTH = 8192
-TEXT = r" ([a-z]{6})\b"
+TEXT = r" ([A-Za-z]{6})\b"
 PARTS = ("train", "held_out")
 
 
@@ -20,10 +29,9 @@ def source(family: str, part: str = "held_out", length: int = LENGTH, **options)
     return Dataset(Data(length=length, sources=sources), BYTES, 0, part).sources[0]
 
 
-def lines(part: str, names: str) -> list[str]:
+def lines(language: Language, names: str) -> list[str]:
     """Regular expressions of some templates, with groups k, l and v."""
-    language = EVALUATION if part == "held_out" else TRAINING
-    key, value = "[a-z]{6}", r"\d{5}"
+    key, value = "[A-Za-z]{6}", r"\d{5}"
     groups = {"{k}": f" (?P<k>{key})", "{l}": f" (?P<l>{key})", "{v}": f" (?P<v>{value})"}
     return [
         "".join(groups.get(piece, re.escape(piece)) for piece in re.split(r"(\{\w\})", template) if piece)
@@ -41,8 +49,9 @@ def found(text: str, patterns: list[str], names: str) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_follow_from_the_facts_before_them(family: str, part: str) -> None:
     task = source(family, part)
-    for number in range(4):
+    for number in range(6):
         window, answers = task.window(number, np.arange(LENGTH)), task.answers(number)
+        language = task.task.language
         assert len(window.tokens) == LENGTH and window.tokens[-1] == BYTES.end and window.lengths.tolist() == [LENGTH]
         assert (window.labels >= 0).sum() == sum(len(set(row)) for row in answers.positions.tolist())
         assert len(answers.positions) == 16
@@ -53,20 +62,20 @@ def test_answers_follow_from_the_facts_before_them(family: str, part: str) -> No
             question = before.rpartition("\n")[2]
             answer = BYTES.decode(window.labels[np.unique(positions)].tolist()).split()
             asked = re.findall(TEXT, question + " ")
-            facts = dict(found(before, lines(part, "facts"), "kv"))
+            facts = dict(found(before, lines(language, "facts"), "kv"))
             if family in ("single", "multi_key"):
                 assert answer == [facts[next(word for word in asked if word in facts)]]
             elif family == "multi_query":
                 assert answer == [facts[word] for word in asked if word in facts] and len(answer) == 4
             elif family == "multi_value":
-                entries = found(before, lines(part, "values"), "kv")
+                entries = found(before, lines(language, "values"), "kv")
                 assert answer in [[value for key, value in entries if key == word] for word in asked]
             elif family == "two_facts":
-                places = dict(found(before, lines(part, "places"), "kl"))
+                places = dict(found(before, lines(language, "places"), "kl"))
                 assert answer == [facts[next(places[word] for word in asked if word in places)]]
             else:
-                origin = {target: source for source, target in found(before, lines(part, "copies"), "kl")}
-                roots = dict(found(before, lines(part, "roots"), "kv"))
+                origin = {target: source for source, target in found(before, lines(language, "copies"), "kl")}
+                roots = dict(found(before, lines(language, "roots"), "kv"))
                 name = next(word for word in asked if word in origin)
                 while name in origin:
                     name = origin[name]
@@ -88,14 +97,27 @@ def test_facts_are_at_all_depths_and_evaluation_asks_at_the_end() -> None:
 
 
 def test_evaluation_and_training_share_no_syllable_and_no_template() -> None:
-    assert not set(TRAINING.consonants) & set(EVALUATION.consonants) and not set(TRAINING.vowels) & set(EVALUATION.vowels)
+    for consonants, vowels in ALPHABETS:
+        assert not set(consonants) & set(EVALUATION.consonants) and not set(vowels) & set(EVALUATION.vowels)
     for name in TRAINING._fields[2:]:
         assert not (set(getattr(TRAINING, name)) & set(getattr(EVALUATION, name))) - {"{k}"}
 
 
+def test_half_of_trainings_sequences_have_templates_of_random_words() -> None:
+    task, words = source("variables", "train"), {*RANDOM_WORDS.split(), "k", "l", "v"}
+    languages = [(task.answers(number), task.task.language)[1] for number in range(60)]
+    drawn = [language for language in languages if language is not TRAINING]
+    assert 15 < len(drawn) < 45 and len({language.facts for language in drawn}) == len(drawn)
+    assert {(language.consonants, language.vowels) for language in drawn} == set(ALPHABETS)
+    for language in drawn:
+        for templates in language[2:]:
+            assert {word.lower() for text in templates for word in re.findall("[A-Za-z]+", text)} <= words
+    assert random_language(np.random.default_rng(3)) == random_language(np.random.default_rng(3))
+
+
 def test_near_misses_differ_in_one_syllable_and_have_values() -> None:
     window = source("multi_key").window(0, np.arange(LENGTH))
-    facts = dict(found(BYTES.decode(window.tokens.tolist()), lines("held_out", "facts"), "kv"))
+    facts = dict(found(BYTES.decode(window.tokens.tolist()), lines(EVALUATION, "facts"), "kv"))
     near = [sum(sum(a != b for a, b in zip(key, other, strict=True)) <= 2 for other in facts if other != key) for key in facts]
     assert 55 <= len(facts) <= 64 and min(near) >= 1 and sum(count >= 3 for count in near) >= 16
 
