@@ -124,7 +124,7 @@ class Run:
             offset = first + number * data.batch
             return [self.data.batch([offset + sample for sample in samples], self.local_positions) for samples in step]
 
-        return prefetch(make, 0, data.prefetch)
+        return prefetch(make, 0, data.prefetch, data.workers)
 
     def explain_difference(self, batch: list[Batch]) -> str:
         """Return which ranks read a step's samples from files that differ, and how to continue."""
@@ -310,7 +310,7 @@ class Run:
         signals, seconds = self.signals, timeout.total_seconds()
         boundaries = LayerBoundaries(rank, world, lambda: signals.stop, store, seconds)
         layer_boundaries.activate(boundaries)
-        self.progress = StepProgress(self.model_config.layers, lambda: boundaries.crossed, self.tracker.print, rank == 0)
+        self.progress = StepProgress(self.model_config.layers, lambda: boundaries.layers, self.tracker.print, rank == 0)
 
     def _last_checkpoint(self) -> Path | None:
         return max((self.folder / "checkpoints").glob("step-*[0-9]"), default=None)

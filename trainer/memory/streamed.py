@@ -122,7 +122,7 @@ class Streaming:
         out: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
-            cross_layer_boundary(x.device)
+            cross_layer_boundary(x.device, begins_layer=kv.start == 0)
             q, k, v = self._project(layer, inputs, x, kv)
             if out is None:
                 out = q.new_empty((*q.shape[:2], layer.heads, v.shape[3]))
@@ -190,7 +190,7 @@ class Streaming:
         dk: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
-            cross_layer_boundary(x.device)
+            cross_layer_boundary(x.device, begins_layer=False)
             heads = slice(kv.start * group, kv.stop * group)
             with torch.no_grad():
                 q, k, v = self._project(layer, inputs, x, kv) if graph is None else (t.detach() for t in graph)

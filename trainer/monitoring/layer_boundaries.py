@@ -48,6 +48,7 @@ class LayerBoundaries:
         self.rank, self.world, self.is_stopping, self.store, self.timeout_s = rank, world, is_stopping, store, timeout_s
         self._key = f"ringspan/abandon/{next(_numbers)}"
         self.crossed = 0
+        self.layers = 0  # of them, those that begin a layer
         self.limit: int | None = None  # this rank stays before the boundary of this number until `last` is known
         self.last: int | None = None  # all ranks abandon the step at this boundary
         self._lock = threading.Lock()
@@ -57,8 +58,11 @@ class LayerBoundaries:
         self._thread = threading.Thread(target=self._watch, name="layer-boundaries", daemon=True)
         self._thread.start()
 
-    def cross(self) -> None:
+    def cross(self, begins_layer: bool = True) -> None:
         """Cross the next boundary.
+
+        Args:
+            begins_layer: whether it is the first one of a layer in this direction.
 
         Raises:
             StepAbandoned: on all ranks at the same boundary.
@@ -66,6 +70,7 @@ class LayerBoundaries:
         """
         with self._lock:
             self.crossed += 1
+            self.layers += begins_layer
             limit = self.limit
         if limit is None or self.crossed < limit:
             return
@@ -141,13 +146,14 @@ def activate(boundaries: LayerBoundaries | None) -> None:
     _active = boundaries
 
 
-def cross_layer_boundary(device: torch.device) -> None:
+def cross_layer_boundary(device: torch.device, begins_layer: bool = True) -> None:
     """Cross a boundary of the run, if there is one. The model calls it, also in the backward's thread.
 
     Args:
         device: the device of the layer.
+        begins_layer: see `LayerBoundaries.cross`.
     """
     if _active is not None:
-        _active.cross()
+        _active.cross(begins_layer)
         if device.type == "cuda":
             _active.limit_run_ahead()

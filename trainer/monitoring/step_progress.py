@@ -20,18 +20,19 @@ class StepProgress:
 
     Args:
         layers: layers of the model.
-        crossed: returns how many layer boundaries this rank has crossed so far.
+        begun: returns how many layers this rank has begun so far, forwards and backwards counted.
         write: prints a line.
         is_active: whether this rank prints.
         long_s: seconds before the first line, and between lines.
     """
 
     def __init__(
-        self, layers: int, crossed: Callable[[], int], write: Callable[[str], None], is_active: bool, long_s: float = LONG_S
+        self, layers: int, begun: Callable[[], int], write: Callable[[str], None], is_active: bool, long_s: float = LONG_S
     ) -> None:
-        self.layers, self.crossed, self.write, self.long_s = layers, crossed, write, long_s
+        self.layers, self.begun, self.write, self.long_s = layers, begun, write, long_s
         self.state: tuple[int, int, int] | None = None  # step, index of the micro-batch, micro-batches
-        self._began = self._printed = self._crossed = 0.0
+        self._began = self._printed = 0.0
+        self._before = 0
         self._closed = threading.Event()
         if is_active:
             threading.Thread(target=self._watch, name="step-progress", daemon=True).start()
@@ -40,7 +41,7 @@ class StepProgress:
         """Record that micro-batch `index`, counted from 0, of `count` begins."""
         if index == 0:
             self._began = self._printed = time.monotonic()
-        self._crossed = self.crossed()
+        self._before = self.begun()
         self.state = step, index, count
 
     def end_step(self) -> None:
@@ -54,7 +55,7 @@ class StepProgress:
         if self.state is None:
             return ""
         step, index, count = self.state
-        layer = int(self.crossed() - self._crossed)
+        layer = self.begun() - self._before
         forward, backward = min(layer, self.layers), min(max(layer - self.layers, 0), self.layers)
         done = index + (forward + 2 * backward) / (3 * self.layers)
         phase = f"layer {forward} of {self.layers} forward" if not backward else f"layer {backward} of {self.layers} backward"

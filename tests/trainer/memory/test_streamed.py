@@ -16,6 +16,8 @@ from ringspan.trainer.data import tokenizer
 from ringspan.trainer.memory import streamed
 from ringspan.trainer.memory.plan import parse
 from ringspan.trainer.memory.streamed import GradientSums, LayerInputs
+from ringspan.trainer.monitoring import layer_boundaries
+from ringspan.trainer.monitoring.layer_boundaries import LayerBoundaries
 from ringspan.trainer.planning import memory
 from ringspan.trainer.planning.memory import BACKWARD_END, BACKWARD_START, FORWARD, LOSS, Footprint, footprint
 from tests.trainer.memory.models import OPTIONS, SHAPE, build, difference, gradients
@@ -159,6 +161,21 @@ def test_compiled_row_functions_have_one_graph_per_shape(backend: str) -> None:
     assert difference(gradients(model, *batch)[1], expected) <= 1e-12
     gradients(model, *inputs(shape, 1, batch=1, length=80))
     assert counters["stats"]["unique_graphs"] == first
+
+
+@pytest.mark.parametrize("plan", ["x/2 outs=2 heads=1 rows=16", "x/1 outs=2", "none"])
+def test_progress_counts_each_layer_once_per_direction(plan: str) -> None:
+    shape = Model(**SHAPE)
+    model = build(plan, shape, 48)
+    boundaries = LayerBoundaries(0, 1, lambda: False, None, 10.0)
+    layer_boundaries.activate(boundaries)
+    try:
+        loss = model(*inputs(shape, 1, batch=1, length=48)[:3])[0]
+        assert boundaries.layers == shape.layers
+        loss.backward()
+        assert boundaries.layers == 2 * shape.layers
+    finally:
+        layer_boundaries.activate(None)
 
 
 def test_evaluation_compiles_nothing() -> None:

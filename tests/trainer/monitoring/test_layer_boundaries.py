@@ -89,14 +89,14 @@ def stop_in_step_3(run: Any, at: int) -> None:
     assert boundaries is not None
     cross, first = boundaries.cross, []
 
-    def slow_cross() -> None:
+    def slow_cross(begins_layer: bool = True) -> None:
         if run.position.step == 2:
             first.append(boundaries.crossed)
             if len(first) > at:
                 if len(first) == at + 1 and run.distributed.rank == run.distributed.world - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.3)
-        cross()
+        cross(begins_layer)
 
     boundaries.cross = slow_cross  # type: ignore[method-assign]
 

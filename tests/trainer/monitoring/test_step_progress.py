@@ -6,13 +6,13 @@ from ringspan.trainer.monitoring.step_progress import StepProgress
 
 
 def test_line_has_micro_batch_layer_and_estimate() -> None:
-    crossed = [100]
-    progress = StepProgress(12, lambda: crossed[0], print, is_active=False)
+    begun = [100]
+    progress = StepProgress(12, lambda: begun[0], print, is_active=False)
     assert progress.line(1.0) == ""
     progress.begin_micro_batch(1, 0, 8)
-    crossed[0] += 6
+    begun[0] += 6
     assert progress.line(40) == "step 1: micro-batch 1 of 8, layer 6 of 12 forward; 40s, about 31m20s left in this step"
-    crossed[0] += 12
+    begun[0] += 12
     assert "layer 6 of 12 backward; 40s, about 7m20s" in progress.line(40)  # two thirds of one of 8
     progress.begin_micro_batch(1, 4, 8)
     assert progress.line(60) == "step 1: micro-batch 5 of 8, layer 0 of 12 forward; 1m00s, about 1m00s left in this step"
