@@ -141,6 +141,7 @@ class Data:
         choices=("sample", "full"),
     )
     prefetch: int = option(2, "batches that a thread prefetches; 0: the training loop loads them itself", least=0)
+    workers: int = option(0, "processes that make batches instead of the thread, for drawn tasks on fast GPUs", least=0)
 
 
 @dataclass

@@ -340,6 +340,8 @@ def _run(config: Config) -> Iterator[str]:
     for name, steps in (("profile", debug.profile), ("memory", debug.memory)):
         if any(not 1 <= step <= config.steps for step in steps):
             yield f"debug.{name}={steps}: steps are counted from 1 to steps={config.steps}"
+    if config.data.workers and not config.data.prefetch:
+        yield f"data.workers={config.data.workers}, data.prefetch=0: workers prefetch; set data.prefetch to at least 1"
     if debug.warm_up > config.data.length:
         yield f"debug.warm_up={debug.warm_up}: it must be at most data.length={config.data.length}"
     if debug.warm_up and config.engine.zero == 3:

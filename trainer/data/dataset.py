@@ -15,14 +15,18 @@ Every rank also reads the same few tokens of each sample; their checksum shows w
 
 import hashlib
 import queue
+import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from ringspan.trainer.config import schema
 from ringspan.trainer.config.mixture import BLOCK, shares
@@ -309,12 +313,23 @@ def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data
     return list(range(first, first + options.micro_batch))
 
 
-def prefetch(make: Callable[[int], T], first: int, depth: int) -> Iterator[T]:
+def prefetch(make: Callable[[int], T], first: int, depth: int, workers: int = 0) -> Iterator[T]:
     """Yield make(first), make(first + 1), … without end; a thread prefetches `depth` items (0: no thread).
 
-    A thread, not a process: only the main thread receives signals, so SIGTERM does not stop the data of a step in progress.
-    Reads of a memory map release the GIL.
+    Reads of a memory map release the GIL, so that a thread suffices for text. Drawn tasks take Python's time, also the training
+    loop's: with `workers`, so many processes make the items.
     """
+    if workers:
+        options: Any = dict(num_workers=workers, prefetch_factor=-(-depth // workers), multiprocessing_context="fork")
+        loader = DataLoader(
+            _Items(make),
+            batch_size=None,
+            sampler=count(first),
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_signals,
+            **options,
+        )
+        yield from loader
     if depth == 0:
         while True:
             yield make(first)
@@ -349,6 +364,26 @@ def prefetch(make: Callable[[int], T], first: int, depth: int) -> Iterator[T]:
     finally:
         stop.set()
         thread.join()
+
+
+class _Items(TorchDataset[T]):
+    """make(number) by number."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self.make = make
+
+    def __getitem__(self, number: int) -> T:
+        return self.make(number)
+
+
+def _unchanged(item: T) -> T:
+    return item
+
+
+def _ignore_signals(worker: int) -> None:
+    """A scheduler stops all processes of a job; the step in progress still needs its data. Workers end with their parent."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def permute(index: int, num: int, *key: object) -> int:

@@ -49,6 +49,7 @@ class HostRegion:
             self._map = mmap.mmap(-1, max(nbytes, 1))
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(f"{nbytes / GIB:.1f} GiB of host memory cannot be mapped ({error}): {remedy}") from None
+        self._map.madvise(mmap.MADV_DONTFORK)  # a fork would copy page-locked memory for the child
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if device.type != "cuda":
             return

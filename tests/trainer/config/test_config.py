@@ -127,6 +127,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["--config-dir"], 1, ["--config-dir takes a folder"]),
     (["--config-dir="], 1, ["--config-dir takes a folder"]),
     (["--ranks=2"], 1, ["ringspan launch --ranks=N"]),
+    (["data.workers=2", "data.prefetch=0"], 1, ["data.workers=2, data.prefetch=0: workers prefetch"]),
     (["debug.profile=[0]"], 1, ["debug.profile=[0]"]),
     (["debug.profile=[201]", "steps=200"], 1, ["debug.profile=[201]"]),
 ]

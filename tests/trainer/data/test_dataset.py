@@ -188,6 +188,38 @@ def test_prefetch_keeps_order_raises_errors_and_ends() -> None:
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
 
 
+def test_workers_make_the_same_items_in_order_and_end(tmp_path: Path) -> None:
+    dataset = Dataset(data_options(tmp_path, 256, {"x": Source(kind="recall")}), BYTES, seed=0)
+    prefetched = prefetch(lambda n: (os.getpid(), dataset.batch([n, n + 1])), 5, depth=2, workers=2)
+    pids = set()
+    for number in range(5, 12):
+        pid, batch = next(prefetched)
+        pids.add(pid)
+        for found, expected in zip(batch, dataset.batch([number, number + 1]), strict=True):
+            assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    assert len(pids) == 2 and os.getpid() not in pids
+    for pid in pids:  # a scheduler sends SIGTERM to every process of a job
+        os.kill(pid, signal.SIGTERM)
+    assert next(prefetched)[1].samples == [12, 13]
+    prefetched.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a worker is still there"
+        time.sleep(0.05)
+
+
+def test_an_error_of_a_worker_is_raised() -> None:
+    def make(number: int) -> int:
+        if number == 2:
+            raise ValueError("two")
+        return number
+
+    prefetched = prefetch(make, 0, depth=2, workers=2)
+    assert [next(prefetched), next(prefetched)] == [0, 1]
+    with pytest.raises(ValueError, match=r"two"):
+        next(prefetched)
+
+
 def test_prefetch_survives_sigterm() -> None:
     received = []
     previous = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
