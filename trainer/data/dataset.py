@@ -14,6 +14,7 @@ Every rank also reads the same few tokens of each sample; their checksum shows w
 """
 
 import hashlib
+import os
 import queue
 import signal
 import threading
@@ -326,7 +327,7 @@ def prefetch(make: Callable[[int], T], first: int, depth: int, workers: int = 0)
             batch_size=None,
             sampler=count(first),
             collate_fn=_unchanged,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_prepare_worker,
             **options,
         )
         yield from loader
@@ -380,8 +381,12 @@ def _unchanged(item: T) -> T:
     return item
 
 
-def _ignore_signals(worker: int) -> None:
-    """A scheduler stops all processes of a job; the step in progress still needs its data. Workers end with their parent."""
+def _prepare_worker(worker: int) -> None:
+    """A scheduler stops all processes of a job; the step in progress still needs its data. Workers end with their parent.
+
+    A fork has no threads, and a tokenizer that was told to use them would wait for them forever.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,6 +1,7 @@
 """Samples by number: labels, borders of documents, order, shards of ranks, mixtures, prefetching, and rejected sources."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,8 +15,10 @@ import torch
 from ringspan import Layout, Mask
 from ringspan.trainer.config.mixture import BLOCK
 from ringspan.trainer.config.schema import Data, Source
+from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.corpus import TokenStream
 from ringspan.trainer.data.dataset import Corpus, Dataset, permute, prefetch, samples_of
+from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, END, data_options, stream, text_source
 
 
@@ -252,3 +255,31 @@ def test_invalid_source_is_rejected_by_name(tmp_path: Path, source: Source, leng
 def test_empty_mixture_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"data.sources is empty"):
         Dataset(Data(sources={}), BYTES, seed=0)
+
+
+def test_workers_encode_with_a_tokenizer_that_was_told_to_use_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    (tmp_path / "a.txt").write_text("some words and more words " * 50)
+    train_tokenizer.train([tmp_path / "a.txt"], 300).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json", "", "")
+    texts = [b"some words and more words " * 20] * 64
+
+    def make(number: int) -> int:
+        return sum(len(ids) for ids in tokenizer.encode(texts))
+
+    expected = make(0)  # starts the threads, which a fork lacks
+    prefetched = prefetch(make, 0, depth=2, workers=2)
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError("a worker waits for the tokenizer's threads")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(40)
+    try:
+        assert next(prefetched) == expected
+        prefetched.close()  # type: ignore[attr-defined]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        for process in multiprocessing.active_children():
+            process.kill()  # one that waits would not end
