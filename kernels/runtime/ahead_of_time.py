@@ -33,8 +33,7 @@ def compile_ahead(launch: Launch, chip_name: str) -> Compiled:
     target = GPUTarget("hip", chip_name, 64) if amd else GPUTarget("cuda", int(chip_name.removeprefix("sm_")), 32)
     triton.runtime.driver.set_active(_FakeDriver(target))
     try:
-        programs, arguments = launch.make_arguments()
-        kernel = launch.kernel.warmup(**arguments, grid=(programs,))
+        kernel = launch.compile(*launch.make_arguments())
     finally:
         if torch.cuda.is_available():
             triton.runtime.driver.reset_active()
