@@ -10,12 +10,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ringspan import Mask
+from ringspan.kernels.attention import sink_carry
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.runtime.warmup import AttentionCall, Job, run_on_meta
 from ringspan.kernels.segments import Segment
 
 Case = tuple[int, int, int]  # batch, queries, keys
@@ -38,7 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options of a call; the default is cau
     "window-two-sided": dict(mask=Mask(window=(1, 16))),
     "documents": dict(documents=True),
     "softcap": dict(softcap=20.0),
-    "sinks": dict(carry=True),
+    "carry": dict(carry=True),
+    "sinks": dict(sinks=True),
     "deterministic": dict(deterministic=True),
     "head-dim-40": dict(heads=3, kv_heads=1, width=40),
     "head-dim-96": dict(width=96),
@@ -51,17 +55,33 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options of a call; the default is cau
     "fp32": dict(dtype=torch.float32),
 }
 
+CALL = AttentionCall(8, 8, 128, 128)
+WARMUPS = {  # calls of `ringspan warmup` whose kernels a variant compiles, and one whose kernels none does
+    "causal": CALL,
+    "gqa": AttentionCall(16, 2, 128, 128),
+    "window": replace(CALL, window=True),
+    "documents": replace(CALL, documents=True),
+    "softcap": replace(CALL, softcap=True),
+    "sinks": replace(CALL, sinks=True),
+    "deterministic": replace(CALL, deterministic=True),
+    "mla": AttentionCall(8, 8, 192, 128),
+    "portable": replace(CALL, backend="triton"),
+    "dropout": replace(CALL, dropout=True),
+    "fp32": replace(CALL, dtype="fp32"),
+    "new": AttentionCall(8, 8, 64, 64),
+}
+
 
 def run_case(
     case: Case, device: str, *, mask: Mask = CAUSAL, heads: int = 32, kv_heads: int | None = None, width: int = 128,
     v_width: int | None = None, dtype: torch.dtype = torch.bfloat16, documents: bool = False, carry: bool = False,
-    heads_first: bool = False, ranks: int = 0, step: int = 1, limit: int = 2**24, **options: Any,
+    sinks: bool = False, heads_first: bool = False, ranks: int = 0, step: int = 1, limit: int = 2**24, **options: Any,
 ) -> None:  # fmt: skip
     """Run forward, delta and backward of one case."""
     batch, rows, keys = case
     if documents or ranks:
         keys = rows
-    if keys > limit or (ranks and rows < 2):  # a shard of one row has one segment
+    if keys > limit or ((ranks or sinks) and rows < 2):  # a shard of one row has one segment, a sink of one row stride 1
         return
 
     def empty(length: int, num_heads: int, columns: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -79,42 +99,45 @@ def run_case(
         at = [(half[0], 1, half[0]), (5 * rows, 1, half[1])], [(0, 1, half[0]), (7 * rows, 1, half[1])]
     elif ranks:
         at = [(1, step, rows)], [(2, step, rows)]
-    first = (empty(rows, heads, v_width, torch.float32), torch.zeros(batch, heads, rows, device=device)) if carry else None
+    first: Any = (empty(rows, heads, v_width, torch.float32), torch.zeros(batch, heads, rows, device=device)) if carry else None
+    first = sink_carry(torch.zeros(heads, device=device), q) if sinks else first
     out, lse = block_forward(q, k, v, mask, *at, carry=first, **options)
     delta = output_delta(out, out)
     gradients = (torch.empty_like(x) for x in (q, k, v))
     block_backward(out, q, k, v, lse, delta, mask, *at, *gradients, accumulate=False, **options)
 
 
-class FakeCompiled:
-    """Stand-in for a compiled kernel: it can be launched."""
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: None
-
-
 def count() -> Iterator[tuple[str, Counter[str]]]:
     """Yield each variant and the number of compilations of each kernel."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from ringspan.kernels.runtime.ahead_of_time import _FakeDriver
+    from ringspan.kernels.runtime.ahead_of_time import select_target
 
     os.environ["RINGSPAN_CHIP"] = "sm_90"
-    driver.set_active(_FakeDriver(GPUTarget("cuda", 90, 32)))
+    select_target("sm_90")
     compiled: set[tuple[str, str]] = set()
+    earlier: set[tuple[str, str]] = set()
 
-    def compile_nothing(self: Any, key: str, *rest: Any, **options: Any) -> FakeCompiled:
+    def new_kernels() -> Counter[str]:
+        """Return the compilations since the last call, of kernels that no earlier call compiled."""
+        names = Counter(kernel for kernel, _ in compiled - earlier)
+        earlier.update(compiled)
+        return names
+
+    def compile_nothing(self: Any, key: str, *rest: Any, **options: Any) -> object:
         compiled.add((self.fn.__name__, key))
-        return FakeCompiled()
+        return object()
 
     JITFunction._do_compile = compile_nothing
     for name, options in VARIANTS.items():
-        compiled.clear()
         for case in CASES:
             run_case(case, "meta", **options)
-        yield name, Counter(kernel for kernel, _ in compiled)
+        yield name, new_kernels()
+    # A warmup needs no kernel that these calls have not compiled, and compiles those of other options.
+    for name, call in WARMUPS.items():
+        for direction in ("forward", "backward"):
+            run_on_meta(Job(call, direction))
+        yield f"warmup {name}", new_kernels()
 
 
 if __name__ == "__main__":
