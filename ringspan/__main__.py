@@ -20,6 +20,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "compare": ("ringspan.trainer.reports.compare", "compare runs, also while they train: table, curves, an HTML page"),
     "parity": ("ringspan.trainer.parity", "measure that sharding does not change the loss"),
     "completion": ("ringspan.launch.completion", "print a script that completes commands and options: bash or zsh"),
+    "warmup": ("ringspan.launch.warmup", "compile the attention kernels of a run or of shapes before its first step"),
     "doctor": ("ringspan.launch.doctor", "check this machine for training"),
     "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
     "bench matmul": ("ringspan.kernels.bench.matmul", "measure matmuls by shape, for ringspan check"),

@@ -6,6 +6,8 @@
     ringspan bench kernels --only hopper --cycles              # clock cycles, to compare two checkouts
     ringspan bench kernels --only hopper,fa4 --cycles --energy # and joules, which explain a low clock
     ringspan bench kernels --only hopper,fa4 --counters        # utilisation of the GPU's units: see nsight.py
+    ringspan bench kernels --shapes head-dims short --rounds 7 --energy --json before.json
+    ringspan bench kernels --gate before.json --rounds 7       # fails if a ratio to a baseline fell: see gate.py
 
 Every kernel gets equal inputs and is checked first: out, dq, dk and dv of the first and the last KV head, at full length,
 against fp32 (fp64 for fp32 inputs). All values must be finite. Only a correct kernel is timed. Clocks drift within minutes,
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from ringspan.kernels.bench import nsight, roofline
+from ringspan.kernels.bench import gate, nsight, roofline
 from ringspan.kernels.bench.baselines import DIRECTIONS
 from ringspan.kernels.bench.measure import (
     DTYPES,
@@ -39,7 +41,7 @@ from ringspan.kernels.bench.measure import (
     slug,
 )
 from ringspan.kernels.bench.plots import draw_roofline
-from ringspan.kernels.bench.shapes import DEFAULT_SHAPES, SHAPES, Shape
+from ringspan.kernels.bench.shapes import DEFAULT_SHAPES, GROUPS, SHAPES, Shape
 
 NVIDIA_ONLY = dict(
     cycles="the clocks of NVIDIA's multiprocessors",
@@ -50,7 +52,7 @@ NVIDIA_ONLY = dict(
 
 def report(shape: Shape, rows: list[Row]) -> str:
     """Return the table of one shape, and the ratio of our best kernel to the best baseline and to FlexAttention."""
-    heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
+    heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}" + f" and {shape.v_width} in v" * bool(shape.v_head_dim)
     lines = [
         f"\n{shape.name}: batch {shape.batch}, {shape.length} tokens, {heads}; TFLOP/s (slowest-fastest round)",
         f"  {'':<15}{'forward':>9}{'':17}{'backward':>9}{'':17}{'both':>9}"
@@ -98,7 +100,12 @@ def _ratio(field: str, ours: list[Row], others: list[Row]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ringspan bench kernels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--shapes", nargs="+", metavar="NAME", choices=SHAPES, help=f"shapes to measure, of {', '.join(SHAPES)}"
+        "--shapes",
+        nargs="+",
+        metavar="NAME",
+        choices=[*SHAPES, *GROUPS],
+        help=f"shapes to measure, of {', '.join(SHAPES)}; "
+        + "; ".join(f"{name}: {', '.join(shapes)}" for name, shapes in GROUPS.items()),
     )
     parser.add_argument("--only", metavar="A,B", help=f"kernels to measure, of {', '.join(kernels())}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--counters", action="store_true", help="also measure the utilisation of units, with Nsight Compute")
     parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=f"{SAVE_HELP} (default attention-DEVICE)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
+    parser.add_argument(
+        "--gate",
+        type=Path,
+        metavar="JSON",
+        help=f"measure the shapes and kernels of this result; fail if a ratio to a baseline fell by {gate.TOLERANCE:.0%}%",
+    )
     parser.add_argument(
         "--roofline",
         action="store_true",
@@ -124,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         help="with --roofline: draw it (default docs/roofline-DEVICE.png, without a checkout ./roofline-DEVICE.png)",
     )
     return parser
+
+
+def expand(names: list[str] | None) -> list[str]:
+    """Return the shapes that --shapes names, those of groups included."""
+    return [shape for name in names or () for shape in GROUPS.get(name, [name])]
 
 
 def chosen_counters(args: argparse.Namespace) -> list[CounterFn]:
@@ -153,7 +171,7 @@ def show_roofline(results: list[Row], plot: str | None, note: str) -> None:
 
 def saved_roofline(args: argparse.Namespace) -> None:
     """Show the roofline of the results that --from names, else of all saved results for a chip with known peaks."""
-    results = roofline.load(args.saved or sorted(RESULTS.glob("attention-*.json")), args.shapes)
+    results = roofline.load(args.saved or sorted(RESULTS.glob("attention-*.json")), expand(args.shapes) or None)
     if not args.saved:
         results = [result for result in results if result["device"] in roofline.CHIPS]
     results = [result for result in results if result["shapes"]]
@@ -169,13 +187,13 @@ def saved_roofline(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; return 0, or 1 if a kernel of ours is wrong."""
+    """Run the benchmark; return 0, or 1 if a kernel of ours is wrong or slower than the gate allows."""
     parser = _parser()
     args = parser.parse_args(argv)
     if (args.saved or args.plot is not None) and not args.roofline:
         parser.error("--from and --plot belong to --roofline: add it")
     if args.roofline and (args.saved or not torch.cuda.is_available()):
-        for name in ("only", "device", "dtype", "rounds", "rep", "cycles", "energy", "counters", "save", "json"):
+        for name in ("only", "device", "dtype", "rounds", "rep", "cycles", "energy", "counters", "save", "json", "gate"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} belongs to a measurement, and saved results are shown as they are: leave it out")
         try:
@@ -183,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, ImportError) as error:
             parser.error(str(error))
         return 0
+    if args.roofline and (uneven := [name for name in expand(args.shapes) if SHAPES[name].v_head_dim]):
+        parser.error(f"--roofline has no model of {', '.join(uneven)}, whose v has another head dim: leave them out")
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -193,11 +213,20 @@ def main(argv: list[str] | None = None) -> int:
     defaults = [name for name, kernel in kernels().items() if args.device in kernel.devices]
     if args.roofline:
         defaults = roofline.KERNELS
-    names = list(dict.fromkeys(args.only.split(","))) if args.only else defaults
-    if unknown := [name for name in names if name not in kernels()]:
-        parser.error(f"--only {','.join(unknown)}: the kernels are {', '.join(kernels())}")
     device, dtype = torch.device(args.device), args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     about = machine(device)
+    shape_names = expand(args.shapes)
+    earlier: list[Row] = []
+    if args.gate:
+        try:
+            earlier = gate.load(args.gate, about["device"], dtype, args.rounds)["rows"]
+        except ValueError as error:
+            parser.error(str(error))
+        defaults = [row["kernel"] for row in earlier if row["status"] == "ok"]
+        shape_names = shape_names or [row["shape"] for row in earlier]
+    names = list(dict.fromkeys(args.only.split(",") if args.only else defaults))
+    if unknown := [name for name in names if name not in kernels()]:
+        parser.error(f"--only {','.join(unknown)}: the kernels are {', '.join(kernels())}")
     try:
         if args.roofline:
             roofline.chip_of(about | {"dtype": dtype})
@@ -205,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     warnings.filterwarnings("ignore")  # baselines explain at length why they do not run; the table has one line for it
-    shapes = [SHAPES[name] for name in dict.fromkeys(args.shapes or DEFAULT_SHAPES[args.device])]
+    shapes = [SHAPES[name] for name in dict.fromkeys(shape_names or DEFAULT_SHAPES[args.device])]
     print(about["device"], dtype, *(f"{name} {version}" for name, version in about["versions"].items()), sep=", ")
     only = ["--only", args.only] if args.only else []
     options = shlex.join(["--shapes", *(shape.name for shape in shapes), *only, "--device", args.device, "--dtype", dtype])
@@ -217,7 +246,13 @@ def main(argv: list[str] | None = None) -> int:
         + " --roofline" * args.roofline
     )
     rows, note = list[Row](), ""
-    result = {"kind": "attention", **about, "dtype": dtype, "command": f"ringspan bench kernels {options}"}
+    result = {
+        "kind": "attention",
+        **about,
+        "dtype": dtype,
+        "rounds": args.rounds,
+        "command": f"ringspan bench kernels {options}",
+    }
     for index, shape in enumerate(shapes):
         shape_rows = measure(shape, names, device, DTYPES[dtype], args.rounds, args.rep, chosen_counters(args))
         print(report(shape, shape_rows), flush=True)
@@ -233,7 +268,10 @@ def main(argv: list[str] | None = None) -> int:
         show_roofline([result], args.plot, note)
     elif args.counters:
         print(f"{nsight.report(rows)}\n\n{note}")
-    return int(any(row["ours"] and row["status"] == "wrong" for row in rows))
+    table, passes = gate.compare(rows, earlier)
+    if args.gate:
+        print(table)
+    return int(any(row["ours"] and row["status"] == "wrong" for row in rows) or not passes)
 
 
 if __name__ == "__main__":

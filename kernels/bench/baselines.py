@@ -40,7 +40,7 @@ def reference_results(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
     wide = torch.float64 if tensors[0].dtype == torch.float32 else torch.float32
     q, k, v, dout = (x.to(wide) for x in tensors)
     k, v = k[:, 0], v[:, 0]
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
     length, scale = shape.length, shape.head_dim**-0.5
     for start in range(0, length, step := max(1, CHUNK // (length * q.shape[1]))):
         rows = torch.arange(start, min(start + step, length), device=q.device)
@@ -163,7 +163,17 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
             window_size=window,
         )
     out = out[0] if isinstance(out, tuple) else out
-    return out.view(q.shape)
+    return out.view(*q.shape[:3], v.shape[-1])
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    if shape.documents:
+        raise ValueError("documents are measured with fa4 only")
+    reach = -1 if shape.window is None else shape.window - 1
+    out = flash_attn_func(q, k, v, causal=shape.causal, window_size=(reach, 0 if shape.causal else reach))
+    return out[0] if isinstance(out, tuple) else out
 
 
 BASELINES: dict[str, AttentionKernel] = {
@@ -173,5 +183,6 @@ BASELINES: dict[str, AttentionKernel] = {
     "sdpa-efficient": AttentionKernel("memory-efficient (torch SDPA)", _sdpa(SDPBackend.EFFICIENT_ATTENTION), ()),
     "sdpa-math": AttentionKernel("plain (torch SDPA)", _sdpa(SDPBackend.MATH), ("cpu",)),
     "flex": AttentionKernel("FlexAttention (Triton)", _flex, ("cuda",)),
+    "fa3": AttentionKernel("FlashAttention-3", _fa3, ("cuda",)),
     "fa4": AttentionKernel("FlashAttention-4 (CuTe)", _fa4, ("cuda",)),
 }

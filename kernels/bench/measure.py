@@ -183,7 +183,8 @@ def random_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> lis
     """Return q, k, v and dout, equal in every call."""
     torch.manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    sizes = ((shape.batch, shape.length, n, shape.head_dim) for n in heads)
+    widths = (shape.head_dim, shape.head_dim, shape.v_width, shape.v_width)
+    sizes = ((shape.batch, shape.length, n, width) for n, width in zip(heads, widths, strict=True))
     return [torch.randn(size, device=device, dtype=dtype) for size in sizes]
 
 
@@ -269,7 +270,7 @@ def speeds(times: list[tuple[float, ...]], flops: float) -> Row:
 def machine(device: torch.device) -> Row:
     """Return the provenance of a result: device, date, commit (None outside a checkout) and versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for name in ("triton", "flash-attn-4"):
+    for name in ("triton", "flash-attn-4", "flash-attn-3", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if device.type == "cuda":

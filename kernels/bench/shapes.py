@@ -1,7 +1,8 @@
 """Shapes that the benchmarks measure, and their masks.
 
 SHAPES names them by head dim, heads, mask and length: d128-gqa4-causal-32k has head dim 128, 4 query heads per KV head and
-32,768 tokens. Large shapes have heads × head_dim = 2048 and at least 16,384 tokens, so that their FLOPs are comparable.
+32,768 tokens; d192-128 has head dim 128 in v (DeepSeek's MLA). Large shapes have heads × head_dim of about 2048 and at least
+16,384 tokens, so that their FLOPs are comparable.
 """
 
 from dataclasses import dataclass
@@ -28,12 +29,18 @@ class Shape:
     causal: bool = True
     window: int | None = None  # as in Mask: counts the query itself
     documents: tuple[int, ...] | None = None  # lengths of the documents packed into each sequence
+    v_head_dim: int | None = None  # None: head_dim
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.name}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.documents and sum(self.documents) != self.length:
             raise ValueError(f"{self.name}: documents hold {sum(self.documents)} tokens, length={self.length}: make them equal")
+
+    @property
+    def v_width(self) -> int:
+        """Return the head dim of v and out."""
+        return self.v_head_dim or self.head_dim
 
     def pairs(self) -> float:
         """Return the visible (query, key) pairs of one head of one sequence; plain causal counts as S²/2, by convention."""
@@ -47,8 +54,11 @@ class Shape:
         return total
 
     def flops(self) -> float:
-        """Return the FLOPs of the forward, two matmuls; the backward has five, with recomputed scores: 2.5 times as many."""
-        return 4 * self.batch * self.heads * self.pairs() * self.head_dim
+        """Return the FLOPs of the forward, two matmuls; the backward has five, with recomputed scores: 2.5 times as many.
+
+        With another head dim of v this factor is a convention: the backward of 192 and 128 has 2.6 times as many.
+        """
+        return 2 * self.batch * self.heads * self.pairs() * (self.head_dim + self.v_width)
 
     def tiles(self, size: int = 128) -> int:
         """Count the size × size tiles that hold a visible pair, over all heads and sequences."""
@@ -103,9 +113,15 @@ SHAPES = {
         Shape("d64-causal-16k", 1, 16 * K, 32, 32, 64),
         Shape("d128-causal-2k", 8, 2 * K, 16, 16, 128),
         Shape("d128-causal-512", 32, K // 2, 16, 16, 128),
+        Shape("d128-causal-1k", 16, K, 16, 16, 128),
         Shape("d128-causal-4k", 4, 4 * K, 16, 16, 128),
         Shape("d128-causal-8k", 2, 8 * K, 16, 16, 128),
         Shape("d256-causal-16k", 1, 16 * K, 8, 8, 256),
+        Shape("d80-causal-16k", 1, 16 * K, 26, 26, 80),
+        Shape("d96-causal-16k", 1, 16 * K, 22, 22, 96),
+        Shape("d112-causal-16k", 1, 16 * K, 18, 18, 112),
+        Shape("d160-causal-16k", 1, 16 * K, 12, 12, 160),
+        Shape("d192-128-causal-8k", 2, 8 * K, 16, 16, 192, v_head_dim=128),
         Shape("d128-gqa4-causal-32k", 1, 32 * K, 16, 4, 128),
         Shape("d64-gqa4-causal-32k", 1, 32 * K, 32, 8, 64),
         Shape("d64-gqa4-causal-128k", 1, 128 * K, 32, 8, 64),
@@ -122,6 +138,12 @@ SHAPES = {
 DEFAULT_SHAPES = {
     "cuda": ["d128-causal-16k", "d128-full-16k", "d64-causal-16k", "d128-causal-2k"],
     "cpu": ["d64-causal-1k", "d64-gqa4-window256-1k"],
+}
+
+
+GROUPS = {  # names that --shapes takes for several shapes
+    "head-dims": [f"d{width}-causal-16k" for width in (64, 80, 96, 112, 128, 160, 256)] + ["d192-128-causal-8k"],
+    "short": [f"d128-causal-{length}" for length in ("512", "1k", "2k", "4k")],
 }
 
 

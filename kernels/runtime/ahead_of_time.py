@@ -14,6 +14,13 @@ from triton.backends.compiler import GPUTarget
 from ringspan.kernels.runtime.launch import Launch
 
 
+def select_target(chip_name: str) -> None:
+    """Make Triton compile for a chip, "sm_90", "gfx942", …, in this process."""
+    amd = chip_name.startswith("gfx")
+    target = GPUTarget("hip", chip_name, 64) if amd else GPUTarget("cuda", int(chip_name.removeprefix("sm_")), 32)
+    triton.runtime.driver.set_active(_FakeDriver(target))
+
+
 @dataclass
 class Compiled:
     """Resources of one compiled kernel, read from its binary."""
@@ -30,11 +37,9 @@ class Compiled:
 def compile_ahead(launch: Launch, chip_name: str) -> Compiled:
     """Compile a launch for "sm_90", "gfx942", …, with the same types and divisibility as the launch itself. Needs no GPU."""
     amd = chip_name.startswith("gfx")
-    target = GPUTarget("hip", chip_name, 64) if amd else GPUTarget("cuda", int(chip_name.removeprefix("sm_")), 32)
-    triton.runtime.driver.set_active(_FakeDriver(target))
+    select_target(chip_name)
     try:
-        programs, arguments = launch.make_arguments()
-        kernel = launch.kernel.warmup(**arguments, grid=(programs,))
+        kernel = launch.compile(*launch.make_arguments())
     finally:
         if torch.cuda.is_available():
             triton.runtime.driver.reset_active()

@@ -7,6 +7,9 @@ the cache, and replaces the tensors:
 
     Launch(kernel, make, tensors, rules)()      miss: make(**tensors, **rules) → compile, run, cache
                                                 hit:  cached arguments with these tensors → run
+
+A miss rarely compiles, because kernels are compiled for any sequence length, batch size and number of documents:
+`any_sizes` hides these numbers from Triton.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
+STEPS = (1, 4)  # indices of the steps in a tuple of segments: a step of 1 makes row · step and position // step free
 
 
 class CachedLaunch(NamedTuple):
@@ -81,8 +85,11 @@ class Launch:
             return None
         device = next(x.device for x in self.tensors.values() if isinstance(x, Tensor))
         with _on_device(device):
-            compiled = self.kernel[(programs,)](**arguments)
-        if compiled is None:  # Triton's interpreter compiles nothing
+            compiled = self.compile(programs, arguments)
+            if compiled is None:  # Triton's interpreter compiles nothing
+                self.kernel[(programs,)](**arguments)
+                return None
+        if device.type == "meta":  # the caller only wanted to compile (warmup.py)
             return None
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
@@ -94,7 +101,46 @@ class Launch:
             arguments[name] = _rebase(arguments[name], None)
         cached = CachedLaunch(compiled, programs, device, [arguments[name] for name in names], tensor_arguments)
         _launches[key] = cached
+        cached.launch(self.tensors)
         return cached
+
+    def compile(self, programs: int, arguments: dict[str, Any]) -> Any:
+        """Return the compiled kernel, which Triton takes from its cache where possible. Needs no GPU."""
+        return self.kernel.warmup(**any_sizes(arguments), grid=(programs,))
+
+
+def any_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments to compile a kernel for, which then takes any lengths, batch sizes and positions.
+
+    Triton compiles a kernel again for an integer that is 1, that 16 divides, or that exceeds 32 bits. `do_not_specialize`
+    excludes arguments from that (`ANY_SIZE` in common.py), but not the elements of tuples. Here other numbers replace them:
+
+        strides of tensors     whether 16 divides all of them, which decides between 16-byte and narrow stores; 64 bits for
+                               the batch, because a long sequence exceeds 32
+        strides of statistics  (lse, delta, turns) only whether rows are consecutive
+        segments               only whether a step is 1
+        other tuples           nothing
+    """
+    return {
+        name: _any_size(name, argument) if isinstance(argument, tuple) else argument for name, argument in arguments.items()
+    }
+
+
+def _any_size(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a tuple argument with its integers replaced (see any_sizes)."""
+    if name.endswith("_strides"):
+        *outer, last = values
+        is_statistic = name.removeprefix("carry_").startswith(("lse", "delta", "turns"))
+        is_aligned = all(stride % 16 == 0 for stride in (*outer, 0 if last == 1 else last))
+        other = 16 if is_aligned and not is_statistic else 17
+        return 2**40 + other, *[other] * (len(outer) - 1), 1 if last == 1 else other
+    constants = STEPS if name in ("q_at", "k_at") else ()
+    result = [
+        (x if x == 1 and i in constants else 17 if abs(x) < 2**31 else 2**40 + 1) if type(x) is int else x
+        for i, x in enumerate(values)
+    ]
+    named: Any = type(values)
+    return named(*result) if hasattr(values, "_fields") else tuple(result)
 
 
 def _signature(values: Iterable[Any]) -> list[Any]:

@@ -115,7 +115,7 @@ def backward_arguments(
         delta_strides=delta.stride(),
         dk_strides=dk.stride()[:3],
         dv_strides=dv.stride()[:3],
-        turns_strides=None if turns is None else turns.stride()[:2],
+        turns_strides=None if turns is None else turns.stride(),
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=kv_heads,

@@ -62,7 +62,13 @@ def consume_keys(
     key = first_key + OFFSET + gl.arange(0, 64, KEYS)
     lo, hi = visible_queries(position(key, k_at), mask, b)
     key_ok = key < tile_end
-    hi = gl.where(key_ok, hi, -MAX_POSITION)
+    # A query sees keys past the end of the tile by neither bound. Only bounds that the mask has occupy registers in the loop.
+    LOW_BOUND: gl.constexpr = mask[1] is not None or mask[2] is not None
+    HIGH_BOUND: gl.constexpr = mask[0] is not None or mask[2] is not None
+    if LOW_BOUND:
+        lo = gl.where(key_ok, lo, MAX_POSITION)
+    elif HIGH_BOUND:
+        hi = gl.where(key_ok, hi, -MAX_POSITION)
     steps = GROUP * (end - begin)
     mbarrier.wait(kv_full.index(0), 0)
     v_operand = select(v_tile, CONSUMER_ID)
@@ -109,9 +115,14 @@ def consume_keys(
                 weights, p = cast_weights(p, DTYPE, TIGHT, BIAS)
             if marks & 1 != 0:
                 p_q = position(load_int(tile_info, 3 * slot + 1) + row_offsets.load(QUERIES), q_at)
-                visible = p_q[None, :] <= hi[:, None]
-                if mask[1] is not None or mask[2] is not None:
-                    visible &= p_q[None, :] >= lo[:, None]
+                if LOW_BOUND:
+                    visible = p_q[None, :] >= lo[:, None]
+                    if HIGH_BOUND:
+                        visible &= p_q[None, :] <= hi[:, None]
+                elif HIGH_BOUND:
+                    visible = p_q[None, :] <= hi[:, None]
+                else:  # row offsets again from shared memory: the loop has no register for the comparison
+                    visible = (first_key + OFFSET + row_offsets.load(KEYS) < tile_end)[:, None]
                 p = gl.where(visible, p, 0.0)
                 if CAST_BEFORE_MASK:
                     weights = gl.where(visible, weights, 0.0)

@@ -79,6 +79,11 @@ def batch_stride(tensor: Tensor, dims: int) -> int:
     return tensor.stride(0) if tensor.ndim == dims and tensor.shape[0] > 1 else 0
 
 
-def keys_in_quads(k_at: Segments, block: int) -> bool:
-    """Return whether each tile's keys are consecutive and start at a multiple of 4 (see dropout.keep_tile)."""
-    return all(step == 1 and start % 4 == 0 for start, step, _ in k_at) and (len(k_at) == 1 or k_at[0][2] % block == 0)
+def keys_in_quads(block: Block, size: int) -> bool:
+    """Return whether each tile of `size` keys is consecutive and starts at a multiple of 4 (see dropout.keep_tile).
+
+    False without dropout, so that positions do not select the kernel.
+    """
+    k_at = block.k_at
+    aligned = all(step == 1 and start % 4 == 0 for start, step, _ in k_at) and (len(k_at) == 1 or k_at[0][2] % size == 0)
+    return block.seed is not None and aligned

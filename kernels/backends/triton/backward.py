@@ -312,7 +312,7 @@ def _launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Ite
         (attention_backward_dkdv, "dkdv", (dk, dv), accumulate is True),
     ):
         tiles = tiles_for(name, block.q, block.v, extras)
-        options = common_arguments(block, tiles) | dict(QUADS=keys_in_quads(block.k_at, tiles["BLOCK_N"]), ADD=add)
+        options = common_arguments(block, tiles) | dict(QUADS=keys_in_quads(block, tiles["BLOCK_N"]), ADD=add)
         yield Launch(kernel, _arguments, tensors | dict(outputs), options)
 
 

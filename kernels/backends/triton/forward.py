@@ -230,7 +230,7 @@ def _launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Laun
     carry_out, carry_lse = carry or (None, None)
     tensors = dict(q=block.q, k=block.k, v=block.v, out=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse)
     tiles = tiles_for("forward", block.q, block.v, extras=bool(block.dropout or block.softcap))
-    options = common_arguments(block, tiles) | dict(QUADS=keys_in_quads(block.k_at, tiles["BLOCK_N"]))
+    options = common_arguments(block, tiles) | dict(QUADS=keys_in_quads(block, tiles["BLOCK_N"]))
     return Launch(attention_forward, _arguments, tensors | mask_and_dropout_arguments(block), options)
 
 

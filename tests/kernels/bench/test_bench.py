@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from ringspan import ROOT
 from ringspan.kernels.bench import __main__ as bench
-from ringspan.kernels.bench import baselines, energy, measure, shapes
+from ringspan.kernels.bench import baselines, energy, gate, measure, shapes
 from ringspan.kernels.bench.baselines import AttentionKernel
 from ringspan.kernels.bench.shapes import Shape
 
@@ -50,6 +51,7 @@ def test_pairs_are_the_visible_pairs(options: dict) -> None:
 def test_flops_and_speeds_follow_the_convention() -> None:
     assert Shape("s", 2, 1024, 16, 4, 128).flops() == 4 * 2 * 16 * 1024**2 / 2 * 128
     assert Shape("s", 2, 1024, 16, 4, 128, causal=False).flops() == 4 * 2 * 16 * 1024**2 * 128
+    assert Shape("s", 2, 1024, 16, 4, 192, v_head_dim=128).flops() == 2 * 2 * 16 * 1024**2 / 2 * (192 + 128)
     row = measure.speeds([(1.0, 2.0), (2.0, 4.0), (4.0, 8.0)], flops=1e12)
     assert row["forward_tflops"] == pytest.approx(500) and row["backward_tflops"] == pytest.approx(2500 / 4)
     assert row["both_tflops"] == pytest.approx(3500 / 6)
@@ -60,22 +62,25 @@ def test_shapes_are_consistent() -> None:
     for name, shape in shapes.SHAPES.items():
         assert name == shape.name
         if shape.length >= 2048:
-            assert shape.heads * shape.head_dim == 2048 and shape.batch * shape.length >= 16384
-    assert {name for names in shapes.DEFAULT_SHAPES.values() for name in names} <= set(shapes.SHAPES)
+            assert 0.93 * 2048 < shape.heads * shape.v_width < 1.07 * 2048 and shape.batch * shape.length >= 16384
+    groups = (*shapes.DEFAULT_SHAPES.values(), *shapes.GROUPS.values())
+    assert {name for names in groups for name in names} <= set(shapes.SHAPES) and not set(shapes.GROUPS) & set(shapes.SHAPES)
     with pytest.raises(ValueError, match="length=37"):
         Shape("s", 1, 37, 2, 1, 16, documents=(1, 2))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(window=7), dict(documents=(5, 32))])
+@pytest.mark.parametrize("options", [dict(), dict(window=7), dict(documents=(5, 32)), dict(v_head_dim=24)])
 def test_reference_equals_autograd_of_the_definition(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "CHUNK", 37 * 2 * 10)  # chunks of ten rows
     shape = Shape("s", 1, 37, 2, 1, 16, **options)
-    q, k, v, dout = (torch.randn(37, heads, 16, dtype=torch.float64) for heads in (2, 1, 1, 2))
+    sizes = ((2, 16), (1, 16), (1, shape.v_width), (2, shape.v_width))
+    q, k, v, dout = (torch.randn(37, *size, dtype=torch.float64) for size in sizes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     s = torch.einsum("qgd,kgd->gqk", q, k.expand_as(q)) / 4
     p = s.masked_fill(~shape.visible(torch.arange(37)), -torch.inf).softmax(-1)
-    out = torch.einsum("gqk,kgd->qgd", p, v.expand_as(q))
+    out = torch.einsum("gqk,kgd->qgd", p, v.expand(-1, 2, -1))
     expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    assert out.shape == dout.shape
     singles = [x.detach().float() for x in (q, k, v, dout)]
     for x, ref in zip(baselines.reference_results(singles, shape), expected, strict=True):
         assert x.dtype == torch.float64
@@ -232,6 +237,83 @@ def test_counters_are_added_to_the_rows(capsys: pytest.CaptureFixture) -> None:
     assert "million cycles  1 / 1 J at 700 / 700 W" in bench.report(shape, rows)
     (row,) = measure.measure(shape, ["sdpa-math"], cpu, torch.float32, 1, 1.0, [fails])
     assert row["status"] == "ok" and row["forward_ms"] > 0 and row["note"] == "RuntimeError: boom"
+
+
+@pytest.mark.parametrize("name", ["d192-128-causal-8k", "d96-causal-16k", "d128-causal-1k"])
+def test_a_head_dim_is_checked_and_timed(name: str, capsys: pytest.CaptureFixture) -> None:
+    """The shapes of a GPU, shortened for a CPU."""
+    shape = replace(shapes.SHAPES[name], batch=1, length=64)
+    (row,) = measure.measure(shape, ["chunked"], torch.device("cpu"), torch.float32, 1, 1.0, [])
+    assert row["status"] == "ok" and row["error_grad"] < 1e-5
+    assert ("of 192 and 128 in v" in bench.report(shape, [row])) == bool(shape.v_head_dim)
+
+
+@pytest.fixture
+def fake_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
+    """Milliseconds (forward, backward) of a kernel, instead of measured ones; the tests change them."""
+    times = {"chunked": (2.0, 4.0), "sdpa-math": (1.0, 1.0), "sdpa-flash": (4.0, 8.0)}
+    table = measure.kernels()
+    names = {id(kernel.run): name for name, kernel in table.items()}
+    monkeypatch.setattr(measure, "kernels", lambda: table)
+    monkeypatch.setattr(measure, "time_round", lambda run, *_: times[names[id(run)]])
+    return times
+
+
+def run_gate(*argv: str) -> int:
+    return bench.main(["--device", "cpu", "--rounds", "7", "--rep", "1", *argv])
+
+
+def test_gate_fails_when_a_ratio_falls_by_more_than_three_percent(tmp_path: Path, fake_times: dict, capsys) -> None:
+    path = tmp_path / "before.json"
+    only = ["--only", "chunked,sdpa-math,sdpa-flash"]
+    assert run_gate("--shapes", "tiny", *only, "--json", str(path)) == 0
+    before = gate.ratios(json.loads(path.read_text())["rows"])
+    assert before["tiny", "chunked", "sdpa-math", "forward"] == pytest.approx(0.5)
+    assert before["tiny", "chunked", "sdpa-flash", "backward"] == pytest.approx(2) and len(before) == 4
+    for factor in (2.0, 1 / 0.98):  # all kernels at half the clock, or ours 2 % slower
+        for name, (forward, backward) in dict(fake_times).items():
+            slower = factor if factor == 2 or name == "chunked" else 1
+            fake_times[name] = (forward * slower, backward * slower)
+        assert run_gate("--gate", str(path)) == 0, factor
+    capsys.readouterr()
+    fake_times["chunked"] = (fake_times["chunked"][0], fake_times["chunked"][1] * 1.02)  # 4 % in all, in the backward only
+    assert run_gate("--gate", str(path)) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "too low" in line]
+    assert len(failed) == 2 and all("backward" in line for line in failed)
+
+
+def test_gate_fails_when_a_kernel_is_missing(tmp_path: Path, fake_times: dict, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "before.json"
+    assert run_gate("--shapes", "tiny", "--only", "chunked,sdpa-math", "--json", str(path)) == 0
+    assert run_gate("--gate", str(path), "--only", "chunked") == 1
+    assert capsys.readouterr().out.count("missing  too low") == 2
+
+
+def test_gate_rejects_results_that_cannot_be_compared(tmp_path: Path, fake_times: dict, capsys) -> None:
+    path = tmp_path / "before.json"
+    assert run_gate("--shapes", "tiny", "--only", "chunked,sdpa-math", "--json", str(path)) == 0
+    good = json.loads(path.read_text())
+    unnamed = [row | {"shape": "d7"} for row in good["rows"]]
+    for change, message in (
+        (dict(device="NVIDIA H200"), "was measured on NVIDIA H200 in fp32"),
+        (dict(dtype="bf16"), "in bf16"),
+        (dict(rounds=6), "has 6 rounds"),
+        (dict(kind="ring"), "holds no kernel of ours next to a baseline"),
+        (dict(rows=good["rows"][:1]), "holds no kernel of ours next to a baseline"),
+        (dict(rows=unnamed), "unknown shapes, d7"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(SystemExit):
+            run_gate("--gate", str(path))
+        error = capsys.readouterr().err
+        assert message in error and "measure one here with --rounds 7 --json" in error
+    path.write_text(json.dumps(good))
+    with pytest.raises(SystemExit):
+        run_gate("--gate", str(path), "--rounds", "6")
+    assert "use --rounds 7 or more, not 6" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_gate("--gate", str(tmp_path / "no.json"))
+    assert "measure one here" in capsys.readouterr().err
 
 
 class Driver:

@@ -1,16 +1,24 @@
-"""The cache of compiled launches: a launch with known signatures uses the compiled kernel with its own tensors."""
+"""The cache of compiled launches, and that lengths and batch sizes compile no kernel."""
 
+import json
+import os
+import subprocess
+import sys
 import weakref
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
+from ringspan import Mask
 from ringspan.kernels.backends.hopper.arguments import descriptor
 from ringspan.kernels.runtime import launch
-from ringspan.kernels.runtime.launch import Arguments, Launch
+from ringspan.kernels.runtime.launch import Arguments, Launch, any_sizes
+from tests.kernels.runtime import compilations
 
 
 class FakeCompiled:
@@ -22,20 +30,17 @@ class FakeCompiled:
 
 
 class FakeKernel:
-    """Stand-in for a Triton kernel: each call returns a new compiled kernel."""
+    """Stand-in for a Triton kernel: each warmup returns a new compiled kernel."""
 
     arg_names = ("x", "y", "rows", "pair", "factor")
 
     def __init__(self) -> None:
         self.compiled: list[FakeCompiled] = []
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def call(**arguments: Any) -> FakeCompiled:
-            assert set(arguments) == {*self.arg_names, "num_warps"}
-            self.compiled.append(FakeCompiled())
-            return self.compiled[-1]
-
-        return call
+    def warmup(self, grid: tuple[int], **arguments: Any) -> FakeCompiled:
+        assert set(arguments) == {*self.arg_names, "num_warps"}
+        self.compiled.append(FakeCompiled())
+        return self.compiled[-1]
 
 
 def make(x: Tensor, y: Tensor | None, pair: tuple[Any, ...], factor: float) -> Arguments:
@@ -64,7 +69,7 @@ def test_a_cached_launch_uses_the_new_tensors(kernel: FakeKernel) -> None:
     x, y, pair = tensor(), tensor(5), (3, tensor(7))
     run_launch(kernel, x, y, pair)
     [compiled] = kernel.compiled
-    [(grid, (tiles, *arguments))] = compiled.calls
+    [_, (grid, (tiles, *arguments))] = compiled.calls
     assert grid == (8, 1, 1)
     assert isinstance(tiles, TensorDescriptor) and tiles.base is x and tiles.block_shape == [1, 1, 64, 64]
     assert arguments[0] is y and arguments[1] == 8 and arguments[2] is pair and arguments[3] == 0.5
@@ -77,8 +82,9 @@ def test_an_argument_that_is_none_stays_none(kernel: FakeKernel) -> None:
 
     for _ in range(2):
         Launch(kernel, leave_out, dict(x=tensor(), y=tensor(5), pair=(3, None)), dict(factor=0.5))()
-    [(_, (_, argument, *_))] = kernel.compiled[0].calls
-    assert argument is None
+    for _, (_, argument, *_) in kernel.compiled[0].calls:
+        assert argument is None
+    assert len(kernel.compiled[0].calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_one_tensor_as_two_arguments_has_the_same_key(kernel: FakeKernel) -> Non
     run_launch(kernel, x, x)
     y = tensor()
     run_launch(kernel, x, y)
-    [(_, (tiles, argument, *_))] = kernel.compiled[0].calls
+    [_, (_, (tiles, argument, *_))] = kernel.compiled[0].calls
     assert tiles.base is x and argument is y
 
 
@@ -116,20 +122,20 @@ def test_one_tensor_as_two_arguments_has_the_same_key(kernel: FakeKernel) -> Non
         dict(factor=0.25),
     ],
 )
-def test_another_signature_is_compiled(kernel: FakeKernel, change: dict[str, Any]) -> None:
+def test_another_signature_is_looked_up_by_triton(kernel: FakeKernel, change: dict[str, Any]) -> None:
     usual: dict[str, Any] = dict(x=tensor(), y=tensor(5))
     run_launch(kernel, **usual)
     run_launch(kernel, **usual | change)
-    assert len(kernel.compiled) == 2
-    assert not any(compiled.calls for compiled in kernel.compiled)
+    assert [len(compiled.calls) for compiled in kernel.compiled] == [1, 1]
     run_launch(kernel, **usual | change)
-    assert [len(compiled.calls) for compiled in kernel.compiled] == [0, 1]
+    assert [len(compiled.calls) for compiled in kernel.compiled] == [1, 2]
 
 
 def test_the_cache_keeps_no_tensors(kernel: FakeKernel) -> None:
     x, y, seed = tensor(), tensor(5), tensor(7)
     run_launch(kernel, x, y, (3, seed))
     references = [weakref.ref(value) for value in (x, y, seed)]
+    kernel.compiled[0].calls.clear()
     del x, y, seed
     assert [reference() for reference in references] == [None, None, None]
     run_launch(kernel, tensor(), tensor(5), (3, tensor(7)))
@@ -149,3 +155,86 @@ def test_a_launch_without_thread_blocks_compiles_nothing_and_runs_once(kernel: F
     assert kernel.compiled == []
     with pytest.raises(AssertionError, match="runs once"):
         empty()
+
+
+@pytest.mark.slow
+def test_no_length_batch_size_or_number_of_documents_compiles_a_kernel() -> None:
+    """Counted in a process without the interpreter; a variant after the first may share kernels with an earlier one."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.runtime.compilations"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    counts = json.loads(process.stdout.splitlines()[-1])
+    warmups = {name: kernels for name, kernels in counts.items() if name.startswith("warmup ")}
+    counts = {name: kernels for name, kernels in counts.items() if name not in warmups}
+    assert list(counts) == list(compilations.VARIANTS) and len(compilations.CASES) == 30
+    assert {kernel for kernels in counts.values() for kernel in kernels} >= {"attention_forward", "attention_backward"}
+    assert {name: kernels for name, kernels in counts.items() if set(kernels.values()) - {1}} == {}
+    assert [name for name, kernels in counts.items() if not kernels] == ["window-two-sided"]  # the kernels of "window"
+    assert len(warmups) == len(compilations.WARMUPS)  # `ringspan warmup` compiles the kernels of these calls, and no others
+    assert {name for name, kernels in warmups.items() if kernels} == {"warmup new"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=pytest.mark.hopper)])
+def test_thirty_cases_compile_once_on_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other test has these options, so the first case compiles: forward, delta, and one or two backward kernels."""
+    compiled: list[str] = []
+    compile_kernel = JITFunction._do_compile
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return compile_kernel(self, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", counted)
+    options = dict(backend=backend, mask=Mask(causal=True, window=64), heads=2, width=88, softcap=7.0)
+    compilations.run_case((1, 300, 300), "cuda", **options)
+    backward = ["attention_backward"] if backend == "hopper" else ["attention_backward_dq", "attention_backward_dkdv"]
+    assert set(compiled) - {"row_products"} == {"attention_forward", *backward}
+    compiled.clear()
+    for case in compilations.CASES:
+        compilations.run_case(case, "cuda", **options)
+    torch.cuda.synchronize()
+    assert compiled == []
+
+
+Pair = namedtuple("Pair", ("left", "length"))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "like"),
+    [
+        ("q_at", (0, 1, 4096, None), (1, 1, 1, None)),  # a step of 1 stays a constant, a start or a count does not
+        ("k_at", (0, 16, 4096, 7, 16, 1, 2), (16, 3, 1, 1, 3, 16, 16)),
+        ("mask", (1, 0, None, 4096), (16, 7, None, 1)),
+        ("mask", Pair(1, 4096), Pair(16, 1)),
+        ("drop", (1.5, 2**31, 16), (1.5, 2**32 - 1, 1)),
+        ("q_strides", (2**20, 4096, 128), (2**33, 256, 16)),
+        ("q_strides", (3 * 40, 120, 40), (16 * 120, 120, 40)),  # whether 16 divides the batch's stride depends on the length
+        ("lse_strides", (32 * 4096, 4096, 1), (5, 1, 1)),
+        ("carry_lse_strides", (0, 16, 0), (0, 1, 0)),
+    ],
+)
+def test_numbers_in_tuples_for_which_one_kernel_is_compiled(name: str, values: tuple[Any, ...], like: tuple[Any, ...]) -> None:
+    compiled = any_sizes({name: values})[name]
+    assert compiled == any_sizes({name: like})[name] and type(compiled) is type(values)
+    assert [x is None or type(x) is float for x in compiled] == [x is None or type(x) is float for x in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "unlike"),
+    [
+        ("q_at", (0, 1, 64, None), (0, 2, 64, None)),
+        ("q_strides", (4096, 4096, 128), (4096, 4096, 40)),
+        ("lse_strides", (4096, 4096, 1), (4096, 4096, 0)),
+        ("mask", (1, None), (1, 0)),
+        ("drop", (2**31,), (2**31 - 1,)),  # the compiled kernel takes 32 bits
+    ],
+)
+def test_numbers_in_tuples_that_select_a_kernel(name: str, values: tuple[Any, ...], unlike: tuple[Any, ...]) -> None:
+    assert any_sizes({name: values}) != any_sizes({name: unlike})
+
+
+def test_other_arguments_are_compiled_as_they_are() -> None:
+    x = tensor()
+    arguments = dict(x=x, rows=16, factor=0.5, descriptor=descriptor(x, 8, 64, 64), mask=(x, None, True))
+    assert any_sizes(arguments) == arguments

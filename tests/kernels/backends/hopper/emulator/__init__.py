@@ -36,6 +36,9 @@ class Emulated:
         self.kernel, self.resident, self.overrides = kernel, resident, overrides
         self.seeds = itertools.count(seed)
 
+    def warmup(self, **arguments: Any) -> None:
+        """Compile nothing, like Triton's interpreter."""
+
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         machine = EmulatedGPU(next(self.seeds), grid[0], self.overrides)
         return lambda **arguments: machine.run(self.kernel, arguments, self.resident)
