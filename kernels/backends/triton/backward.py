@@ -26,6 +26,7 @@ from ringspan.kernels.backends.triton.arguments import (
     grid_arguments,
     keys_in_quads,
     mask_and_dropout_arguments,
+    strides_argument,
 )
 from ringspan.kernels.backends.triton.common import (
     ANY_SIZE,
@@ -70,7 +71,7 @@ def attention_backward_dq(
     lo, hi = visible_keys(p_q, mask, b)
     first_lo, first_hi = visible_keys(position(tile * BLOCK_M, q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, row_count(q_at)) - 1, q_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[0] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, LOW_BOUND)
 
     row_ok = valid_rows(row, q_at, mask, b)
@@ -116,7 +117,7 @@ def add_dq(
     p = tl.exp2(s * factor - lse_row[:, None])
     p_k = position(key, k_at)
     if drop is not None:
-        dp = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), dp / drop[2], 0.0)
+        dp = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), dp / drop.keep_rate, 0.0)
     ds = p * (dp - delta_row[:, None])
     if softcap is not None:
         ds *= 1 - s * s
@@ -147,7 +148,7 @@ def attention_backward_dkdv(
     lo, hi = visible_queries(p_k, mask, b)
     first_lo, first_hi = visible_queries(position(tile * BLOCK_N, k_at), mask, b)
     last_lo, last_hi = visible_queries(position(tl.minimum(tile * BLOCK_N + BLOCK_N, row_count(k_at)) - 1, k_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[1] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.right is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, 0, BLOCK_M, LOW_BOUND)
 
     key_ok = valid_rows(key, k_at, mask, b)
@@ -216,8 +217,8 @@ def add_dkdv(
     dropped = p
     if drop is not None:
         keep = tl.trans(dropout_keep(drop, b, h, p_q, p_k, QUADS))
-        dropped = tl.where(keep, p / drop[2], 0.0)
-        dp = tl.where(keep, dp / drop[2], 0.0)
+        dropped = tl.where(keep, p / drop.keep_rate, 0.0)
+        dp = tl.where(keep, dp / drop.keep_rate, 0.0)
     dv_acc = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
     ds = p * (dp - delta_row[None, :])
     if softcap is not None:
@@ -253,7 +254,8 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 def _row_arguments(dout: Tensor, out: Tensor, delta: Tensor) -> Arguments:
     batch, rows, heads, width = out.shape
-    args = dict(dout=dout, out=out, delta=delta, dout_strides=dout.stride()[:3], out_strides=out.stride()[:3])
+    args: dict[str, Any] = dict(dout=dout, out=out, delta=delta)
+    args |= dict(dout_strides=strides_argument(dout), out_strides=strides_argument(out))
     args |= dict(rows=rows, num_heads=heads, DV=width, BLOCK_DV=triton.next_power_of_2(width), BLOCK_M=64)
     return batch * heads * -(-rows // 64), args
 

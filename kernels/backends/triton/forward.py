@@ -70,7 +70,7 @@ def attention_forward(
     lo, hi = visible_keys(p_q, mask, b)
     first_lo, first_hi = visible_keys(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[0] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, LOW_BOUND)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -96,8 +96,8 @@ def attention_forward(
     if carry_lse is not None:
         # Merged last, in fp32. Merged first, the carry's lse instead of a score would be the row's largest exponent, and
         # the row's largest weight would be rounded to 16 bits instead of being exactly 1.
-        carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
-        carry_lse_row = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        carry_lse += b * carry_lse_strides.batch + h * carry_lse_strides.head
+        carry_lse_row = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides.row, mask=row_ok, other=float("-inf"))
         carry_exponent = carry_lse_row * LOG2E
         new_max = tl.maximum(m, carry_exponent)
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -118,7 +118,7 @@ def attention_forward(
     # a row without a visible key keeps the carry's lse bit for bit, which conversion to base 2 and back would not
     lse_row = tl.where((m == carry_lse_row * LOG2E) & (total == 1), carry_lse_row, m * LN2 + tl.log(divisor))
     lse_row = tl.where(empty, float("-inf"), lse_row)
-    tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + row.to(tl.int64) * lse_strides[2], lse_row, mask=row_ok)
+    tl.store(lse + b * lse_strides.batch + h * lse_strides.head + row.to(tl.int64) * lse_strides.row, lse_row, mask=row_ok)
     store_tile(out + head_offset(b, h, out_strides), acc, row, out_strides, row_ok, DV, BLOCK_DV, False)
 
 
@@ -150,7 +150,7 @@ def attend(
     rescale = tl.exp2(m - m_safe)
     total = total * rescale + tl.sum(p, 1)
     if drop is not None:
-        p = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), p / drop[2], 0.0)
+        p = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), p / drop.keep_rate, 0.0)
     v_tile = load_tile(v, key, v_strides, key_ok, DV, BLOCK_DV)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, m_new, total
