@@ -213,6 +213,63 @@ def store_tile(ptr, value, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def load_chunks(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """Load (rows, WIDTH) as a tuple of chunks with BLOCK and, unless TAIL is 0, TAIL columns."""
+    if TAIL == 0:
+        return (load_tile(ptr, rows, strides, row_ok, WIDTH, BLOCK),)
+    else:
+        first = load_tile(ptr, rows, strides, row_ok, BLOCK, BLOCK)
+        return first, load_tile(ptr + BLOCK, rows, strides, row_ok, WIDTH - BLOCK, TAIL)
+
+
+@triton.jit
+def store_chunks(ptr, values, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Store chunks, or add them to memory without atomics."""
+    store_tile(ptr, values[0], rows, strides, row_ok, WIDTH, BLOCK, ADD)
+    if len(values) == 2:
+        store_tile(ptr + BLOCK, values[1], rows, strides, row_ok, WIDTH - BLOCK, values[1].shape[1], ADD)
+
+
+@triton.jit
+def zero_chunks(ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """Return accumulators of BLOCK and TAIL columns."""
+    first = tl.zeros([ROWS, BLOCK], tl.float32)
+    if TAIL == 0:
+        return (first,)
+    else:
+        return first, tl.zeros([ROWS, TAIL], tl.float32)
+
+
+@triton.jit
+def scale_chunks(chunks, factor):
+    """Multiply chunks by a factor, which may be one per row."""
+    if len(chunks) == 1:
+        return (chunks[0] * factor,)
+    else:
+        return chunks[0] * factor, chunks[1] * factor
+
+
+@triton.jit
+def dot_transposed(left, right, PRECISION: tl.constexpr):
+    """Return left · rightᵀ, the sum over all chunks of columns."""
+    product = tl.dot(left[0], tl.trans(right[0]), input_precision=PRECISION)
+    if len(left) == 2:
+        product = tl.dot(left[1], tl.trans(right[1]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def accumulate_chunks(weights, right, acc, PRECISION: tl.constexpr):
+    """Return acc + weights · right for each chunk of columns."""
+    weights = weights.to(right[0].dtype)
+    first = tl.dot(weights, right[0], acc[0], input_precision=PRECISION)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return first, tl.dot(weights, right[1], acc[1], input_precision=PRECISION)
+
+
+@triton.jit
 def load_row_stats(ptr, rows, b, h, strides, row_ok):
     """Load rows of lse or delta (B, H, S)."""
     pointers = ptr + b * strides.batch + h * strides.head + rows.to(tl.int64) * strides.row
