@@ -133,12 +133,13 @@ def _any_size(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         is_statistic = name.removeprefix("carry_").startswith(("lse", "delta", "turns"))
         is_aligned = all(stride % 16 == 0 for stride in (*outer, 0 if last == 1 else last))
         other = 16 if is_aligned and not is_statistic else 17
-        return 2**40 + other, *[other] * (len(outer) - 1), 1 if last == 1 else other
-    constants = STEPS if name in ("q_at", "k_at") else ()
-    result = [
-        (x if x == 1 and i in constants else 17 if abs(x) < 2**31 else 2**40 + 1) if type(x) is int else x
-        for i, x in enumerate(values)
-    ]
+        result = [2**40 + other, *[other] * (len(outer) - 1), 1 if last == 1 else other]
+    else:
+        constants = STEPS if name in ("q_at", "k_at") else ()
+        result = [
+            (x if x == 1 and i in constants else 17 if abs(x) < 2**31 else 2**40 + 1) if type(x) is int else x
+            for i, x in enumerate(values)
+        ]
     named: Any = type(values)
     return named(*result) if hasattr(values, "_fields") else tuple(result)
 

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
-from ringspan.kernels.backends.triton.arguments import Tiles, mask_argument
+from ringspan.kernels.backends.triton.arguments import Tiles, mask_argument, strides_argument
+from ringspan.kernels.backends.triton.common import MaskArgument
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.runtime.launch import Arguments
 from ringspan.kernels.runtime.triton_compat import STORE_GRADIENTS_BY_TMA
@@ -26,7 +27,7 @@ LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each
 
 def forward_arguments(
     q: Tensor, q_tail: Tensor, k: Tensor, k_tail: Tensor, v: Tensor, v_tail: Tensor, out: Tensor, out_tiles: Tensor,
-    lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None, mask: tuple[Any, ...], work_counter: Tensor,
+    lse: Tensor, carry_out: Tensor | None, carry_lse: Tensor | None, mask: MaskArgument, work_counter: Tensor,
     tiles: Tiles, **common: Any,
 ) -> Arguments:  # fmt: skip
     """Return the grid size and arguments of `forward.attention_forward`."""
@@ -51,10 +52,10 @@ def forward_arguments(
         lse=lse,
         carry_out=carry_out,
         carry_lse=carry_lse,
-        out_strides=out.stride()[:3],
-        lse_strides=lse.stride(),
-        carry_out_strides=None if carry_out is None else carry_out.stride()[:3],
-        carry_lse_strides=None if carry_lse is None else carry_lse.stride(),
+        out_strides=strides_argument(out),
+        lse_strides=strides_argument(lse),
+        carry_out_strides=strides_argument(carry_out),
+        carry_lse_strides=strides_argument(carry_lse),
         work_counter=work_counter,
         mask=mask,
         num_tiles=num_tiles,
@@ -72,7 +73,7 @@ def forward_arguments(
 def backward_arguments(
     dout: Tensor, dout_tail: Tensor, q: Tensor, q_tail: Tensor, k: Tensor, k_tail: Tensor, v: Tensor, v_tail: Tensor,
     lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dk_tiles: Tensor, dv: Tensor, dv_tiles: Tensor,
-    turns: Tensor | None, mask: tuple[Any, ...], tiles: Tiles, accumulate: bool | str, **common: Any,
+    turns: Tensor | None, mask: MaskArgument, tiles: Tiles, accumulate: bool | str, **common: Any,
 ) -> Arguments:  # fmt: skip
     """Return the grid size and arguments of `backward.attention_backward`."""
     batch, q_rows, heads, width = q.shape
@@ -87,7 +88,7 @@ def backward_arguments(
     staged &= all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     # The TMA always stores 64 rows. Tiles follow document borders unless dq is ordered (turns); a tile that ends within
     # 64 rows is stored from registers.
-    direct = not staged or (mask[2] is not None and turns is None)
+    direct = not staged or (mask.starts is not None and turns is None)
     if turns is None:
         query_bytes = q_rows * group * (2 * q.element_size() + 4) * width
         concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, query_bytes, 1)
@@ -111,11 +112,11 @@ def backward_arguments(
         dk_tiles=descriptor(dk_tiles, k_rows, 64, block_d) if staged else None,
         dv=dv if direct else None,
         dv_tiles=descriptor(dv_tiles, k_rows, 64, block_dv) if staged else None,
-        lse_strides=lse.stride(),
-        delta_strides=delta.stride(),
-        dk_strides=dk.stride()[:3],
-        dv_strides=dv.stride()[:3],
-        turns_strides=None if turns is None else turns.stride(),
+        lse_strides=strides_argument(lse),
+        delta_strides=strides_argument(delta),
+        dk_strides=strides_argument(dk),
+        dv_strides=strides_argument(dv),
+        turns_strides=strides_argument(turns),
         num_tiles=num_tiles,
         num_sequences=num_sequences,
         num_heads=kv_heads,
@@ -146,7 +147,7 @@ def tail_descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -
 
 
 def num_concurrent_heads(
-    direction: str, mask: tuple[Any, ...], width: int, streamed_rows: int, streamed_bytes: int, group: int
+    direction: str, mask: MaskArgument, width: int, streamed_rows: int, streamed_bytes: int, group: int
 ) -> int:
     """Return the number of heads to process at a time.
 
@@ -161,7 +162,7 @@ def num_concurrent_heads(
 
     Args:
         direction: "forward" or "backward".
-        mask: The kernel's mask tuple.
+        mask: The kernel's mask.
         streamed_rows: Rows of each head that the thread blocks stream.
         streamed_bytes: Bytes that the thread blocks of one group stream.
         group: Heads per group.
@@ -170,7 +171,7 @@ def num_concurrent_heads(
         return group
     if streamed_rows > LONG_ROWS:
         min_groups = 1
-    elif mask[2] is not None or (direction == "backward" and width > 128):
+    elif mask.starts is not None or (direction == "backward" and width > 128):
         min_groups = 8
     else:
         min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
@@ -189,9 +190,9 @@ def max_keys_per_launch(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | No
     return L2_BUDGET // ((k.shape[3] + v.shape[3]) * k.element_size())
 
 
-def is_unmasked(mask: tuple[Any, ...]) -> bool:
-    """Return whether a kernel's mask tuple hides no key: no left or right bound, no documents. A prefix has a right bound."""
-    return all(bound is None for bound in mask[:3])
+def is_unmasked(mask: MaskArgument) -> bool:
+    """Return whether a mask hides no key: no left or right bound, no documents. A prefix has a right bound."""
+    return mask.left is mask.right is mask.starts is None
 
 
 @functools.cache

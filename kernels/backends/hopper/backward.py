@@ -23,6 +23,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringspan.kernels.backends.block import Block, Gradients
+from ringspan.kernels.backends.hopper.argument_tuples import (
+    BackwardFlags,
+    BackwardInputs,
+    BackwardMemory,
+    BackwardOutputs,
+    Barriers,
+    KeyTile,
+    Rules,
+    Turns,
+)
 from ringspan.kernels.backends.hopper.arguments import backward_arguments
 from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
 from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
@@ -74,139 +84,96 @@ def attention_backward(
     q = (q,) if q_tail is None else (q, q_tail)
     k = (k,) if k_tail is None else (k, k_tail)
     v = (v,) if v_tail is None else (v, v_tail)
-    k_tile = allocate_tiles(k, 1)
-    v_tile = allocate_tiles(v, BLOCK_N // 64)
-    q_tile = allocate_tiles(q, STAGES)
-    dout_tile = allocate_tiles(dout, STAGES)
-    ds_tile = gl.allocate_shared_memory(q[0].dtype, [DS_STAGES, BLOCK_N, 64], gl.NVMMASharedLayout(128, 16, 2))
-    dq_tile = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 1, 1, 64, DQ_WIDTH], dq.layout)
-    stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
-    lse_tile = stats  # not read without softcap: there the matmul subtracts lse
-    if softcap is not None:
-        lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with SKIPS_TILES also 2 and 4 if its queries see
-    # keys of consumer 0 and 1. One int32 for all marks, because loads from shared memory are slow while matmuls read it.
-    tile_info = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    row_offsets = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # 0 … 63 in shared memory: constants would occupy registers, which the loop needs
-    row_offsets.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
-    # DEFER_LAST only where dk and dv are stored by TMA: elsewhere registers are scarce, and it needs some.
-    sequence, key_tile = scheduled_tile(gl.program_id(0), num_tiles, num_sequences, concurrent_heads, dk_tiles is not None)
-    first_key = key_tile * BLOCK_N  # the first keys, visible to most queries under a causal mask, first
-    b, kv_head = sequence // num_heads, sequence % num_heads
-    inputs = (dout, q, k, v, lse, delta, lse_strides, delta_strides)
-    outputs = (dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
-    buffers = (k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets)
-    dq_turns = (turns, turns_strides, key_tile)
-    options = (mask, q_at, k_at, scale, softcap)
-    # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not with 64
-    # keys: the loops would spill registers.
-    FROM_DOCUMENTS: gl.constexpr = mask[2] is not None and turns is None and BLOCK_N == 128
-    if FROM_DOCUMENTS:
-        piece_end = gl.minimum(tile_border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
-        first_key = tile_border(first_key, b, mask, k_at, BLOCK_N)
-        while first_key < piece_end:
-            tile_end = next_tile_end(first_key, piece_end, BLOCK_N)
-            process_key_tile(
-                inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
-                D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
-            )  # fmt: skip
-            first_key = tile_end
-    else:
-        process_key_tile(
-            inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, row_count(k_at),
-            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, TIGHT, GROUP, ADD, FROM_DOCUMENTS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def process_key_tile(
-    inputs, outputs, buffers, dq_turns, options, b, kv_head, first_key, tile_end,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    TAIL_DV: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr, FROM_DOCUMENTS: gl.constexpr,
-):  # fmt: skip
-    """Process the keys before `tile_end` of one tile, with all queries that see some of them."""
-    dout, q, k, v, lse, delta, lse_strides, delta_strides = inputs
-    dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides = outputs
-    k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets = buffers
-    mask, q_at, k_at, scale, softcap = options
-    BLOCK_N: gl.constexpr = k_tile[0].shape[3]
-    STAGES: gl.constexpr = q_tile[0].shape[0]
-    DS_STAGES: gl.constexpr = ds_tile.shape[0]
-    DQ_STAGES: gl.constexpr = dq_tile.shape[0]
-    DQ_WIDTH: gl.constexpr = dq_tile.shape[4]
-    kv_full, kv_free = make_barriers(1, 1, 1)  # loaded once, so never freed
-    # Between the consumers: which one computes scores next or, above head dim 128, that a tile is written and read. Two
-    # allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
-    exchange_0, unused_0 = make_barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
-    exchange_1, unused_1 = make_barriers(DS_STAGES if BLOCK_N == 64 else 1, 128, 1)
-    exchange = (exchange_0, exchange_1)
-    q_full, q_free = make_barriers(STAGES, 2, 3 * 128)  # the producer arrives twice: TMA bytes expected; stats written
-    ds_full, ds_free = make_barriers(DS_STAGES, BLOCK_N // 64 * 128, 128)
-    barriers = (kv_full, exchange, q_full, q_free, ds_full, ds_free)
-
-    # these loads overlap the computation of the query tiles
-    mbarrier.expect(kv_full.index(0), block_bytes(k) + BLOCK_N // 64 * block_bytes(v))
-    load_tiles(k, b, kv_head, first_key, kv_full.index(0), k_tile, 0)
-    for half in gl.static_range(BLOCK_N // 64):
-        load_tiles(v, b, kv_head, first_key + half * 64, kv_full.index(0), v_tile, half)
-    first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
-    last_lo, last_hi = visible_queries(position(gl.minimum(first_key + BLOCK_N, tile_end) - 1, k_at), mask, b)
-    origin = 0  # first row of query tile 0
-    if FROM_DOCUMENTS:
-        first, _ = document_interval(position(first_key, k_at), mask, b)
-        origin = rows_below(first, q_at)
-    begin, full_begin, full_end, end = tile_range(
-        first_lo, last_lo, first_hi, last_hi, q_at, origin, 64, mask[1] is not None or mask[2] is not None
-    )
-    if first_key + BLOCK_N > tile_end:  # rows past the last key: every tile needs the mask
-        full_begin = end
-        full_end = end
-    SKIPS_TILES: gl.constexpr = TIGHT and BLOCK_N == 128
-    skip_borders = (None, None)  # or (end of the queries that see the lower 64 keys, begin of those that see the upper 64)
-    if SKIPS_TILES:
-        _, lower_hi = visible_queries(position(first_key + 63, k_at), mask, b)
-        upper_lo, _ = visible_queries(position(first_key + 64, k_at), mask, b)
-        skip_borders = (rows_below(lower_hi + 1, q_at), rows_below(upper_lo, q_at))
-    turns, turns_strides, key_tile = dq_turns
-    dq_turns = (
-        None,
-        None,
-        None,
-        None,
-    )  # or (turns of the sequence, head stride, own turn, end of the rows that the previous tile sees)
-    if turns is not None:
-        _, prev_hi = visible_queries(position(gl.maximum(first_key, 1) - 1, k_at), mask, b)
-        prev_end = gl.where(key_tile > 0, rows_below(prev_hi + 1, q_at), 0)
-        dq_turns = (turns + b.to(gl.int64) * turns_strides[0], turns_strides[1], key_tile, prev_end)
-    consumer_buffers = (k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets)
-    key_range = (b, kv_head, first_key, tile_end, begin, end)
-    gradients = (dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
-    statistics = (lse, delta, lse_strides, delta_strides, stats, lse_tile, tile_info, row_count(q_at), scale, softcap)
     # With TIGHT, weights wait for dS as fp16: finer than bf16, but its smallest number is 6e-8. So they are scaled by 2¹⁴, and
     # so are dq, dk and dv until they are stored; a power of two rounds nothing. A weight of 4 would overflow: lse must cover
     # all keys, as in any backward. With fp16 inputs dS would overflow, so only the waiting weights are scaled (BIAS 0).
     BIAS: gl.constexpr = 14 if TIGHT and q[0].dtype == gl.bfloat16 else 0
+    flags: gl.constexpr = BackwardFlags(
+        D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, TIGHT, BIAS, GROUP, ADD
+    )
+    inputs = BackwardInputs(dout, q, k, v, lse, delta, turns, lse_strides, delta_strides, turns_strides)
+    outputs = BackwardOutputs(dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
+    rules = Rules(mask, q_at, k_at, scale, softcap)
+    memory = allocate_memory(inputs, dq, softcap, flags)
+    # DEFER_LAST only where dk and dv are stored by TMA: elsewhere registers are scarce, and it needs some.
+    sequence, tile = scheduled_tile(gl.program_id(0), num_tiles, num_sequences, concurrent_heads, dk_tiles is not None)
+    first_key = tile * BLOCK_N  # the first keys, visible to most queries under a causal mask, first
+    b, kv_head = sequence // num_heads, sequence % num_heads
+    # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not with 64
+    # keys: the loops would spill registers.
+    FROM_DOCUMENTS: gl.constexpr = mask.starts is not None and turns is None and BLOCK_N == 128
+    if FROM_DOCUMENTS:
+        piece_end = gl.minimum(tile_border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
+        first_key = tile_border(first_key, b, mask, k_at, BLOCK_N)
+        while first_key < piece_end:
+            end_key = next_tile_end(first_key, piece_end, BLOCK_N)
+            process_key_tile(inputs, outputs, memory, rules, flags, b, kv_head, first_key, end_key, FROM_DOCUMENTS)
+            first_key = end_key
+    else:
+        process_key_tile(inputs, outputs, memory, rules, flags, b, kv_head, first_key, row_count(k_at), FROM_DOCUMENTS)
+
+
+@gluon.jit
+def allocate_memory(inputs, dq, softcap, flags: gl.constexpr):
+    """Allocate the shared memory, except mbarriers."""
+    STAGES: gl.constexpr = flags.STAGES
+    k_tile = allocate_tiles(inputs.k, 1)
+    v_tile = allocate_tiles(inputs.v, flags.BLOCK_N // 64)
+    q_tile = allocate_tiles(inputs.q, STAGES)
+    dout_tile = allocate_tiles(inputs.dout, STAGES)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ds_tile = gl.allocate_shared_memory(inputs.q[0].dtype, [flags.DS_STAGES, flags.BLOCK_N, 64], DS_LAYOUT)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [flags.DQ_STAGES, 1, 1, 64, flags.DQ_WIDTH], dq.layout)
+    stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
+    lse_tile = stats  # not read without softcap: there the matmul subtracts lse
+    if softcap is not None:
+        lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with TIGHT and 128 keys also 2 and 4 if its queries
+    # see keys of consumer 0 and 1. One int32 for all marks, because loads from shared memory are slow while matmuls read it.
+    tile_info = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_offsets = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # 0 … 63 in shared memory: constants would occupy registers, which the loop needs
+    row_offsets.store(gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0])))
+    return BackwardMemory(k_tile, v_tile, q_tile, dout_tile, ds_tile, dq_tile, stats, lse_tile, tile_info, row_offsets)
+
+
+@gluon.jit
+def process_key_tile(
+    inputs, outputs, memory, rules, flags: gl.constexpr, b, kv_head, first_key, end_key, FROM_DOCUMENTS: gl.constexpr
+):
+    """Process the keys before `end_key` of one tile, with all queries that see some of them."""
+    k, v = inputs.k, inputs.v
+    NUM_HALVES: gl.constexpr = flags.BLOCK_N // 64
+    kv_full, kv_free = make_barriers(1, 1, 1)  # loaded once, so never freed
+    # Between the consumers: which one computes scores next or, above head dim 128, that a tile is written and read. Two
+    # allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
+    exchange_0, unused_0 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
+    exchange_1, unused_1 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
+    # the producer arrives twice: TMA bytes expected; stats written
+    q_full, q_free = make_barriers(flags.STAGES, 2, 3 * 128)
+    ds_full, ds_free = make_barriers(flags.DS_STAGES, NUM_HALVES * 128, 128)
+    barriers = Barriers(kv_full, (exchange_0, exchange_1), q_full, q_free, ds_full, ds_free)
+
+    # these loads overlap the computation of the query tiles
+    mbarrier.expect(kv_full.index(0), block_bytes(k) + NUM_HALVES * block_bytes(v))
+    load_tiles(k, b, kv_head, first_key, kv_full.index(0), memory.k, 0)
+    for half in gl.static_range(NUM_HALVES):
+        load_tiles(v, b, kv_head, first_key + half * 64, kv_full.index(0), memory.v, half)
+    tile = visible_query_tiles(rules, flags, b, kv_head, first_key, end_key, FROM_DOCUMENTS)
+    borders = (None, None)
+    if flags.TIGHT and flags.BLOCK_N == 128:
+        borders = skip_borders(rules, b, first_key)
+    dq_turns = Turns(None, None, None, None)
+    if inputs.turns is not None:
+        dq_turns = turns_of_sequence(inputs, rules, flags, b, first_key)
     # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
-    CONSUMER_REGISTERS: gl.constexpr = 208 if BLOCK_N == 128 else 200
+    REGISTERS: gl.constexpr = 208 if flags.BLOCK_N == 128 else 200
     gl.warp_specialize([
-        (consume, (
-            consumer_buffers, barriers, key_range, gradients, options, 0,
-            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
-        )),
-        (consume, (
-            consumer_buffers, barriers, key_range, gradients, options, 1,
-            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
-        )),
-        (collect_dq, (
-            dq, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale * 2.0**-BIAS,
-            BLOCK_D, TAIL_D, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, GROUP,
-        )),
-        (produce, (
-            q, dout, q_tile, dout_tile, statistics, barriers,
-            b, kv_head, origin, begin, full_begin, full_end, end, skip_borders, STAGES, BIAS, GROUP,
-        )),
-    ], [4, 4, 1], [CONSUMER_REGISTERS, 72 + 2 * (208 - CONSUMER_REGISTERS), 24])  # fmt: skip
+        (consume, (memory, barriers, tile, outputs, rules, flags, 0)),
+        (consume, (memory, barriers, tile, outputs, rules, flags, 1)),
+        (collect_dq, (outputs.dq, memory, barriers, dq_turns, tile, rules.scale * 2.0**-flags.BIAS, flags)),
+        (produce, (inputs, memory, barriers, tile, borders, rules, row_count(rules.q_at), flags)),
+    ], [4, 4, 1], [REGISTERS, 72 + 2 * (208 - REGISTERS), 24])  # fmt: skip
     if FROM_DOCUMENTS:  # the next tile allocates new barriers
         invalidate_barriers(kv_full, kv_free)
         invalidate_barriers(exchange_0, unused_0)
@@ -216,28 +183,50 @@ def process_key_tile(
 
 
 @gluon.jit
-def consume(
-    buffers, barriers, key_range, gradients, options, CONSUMER_ID: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, TIGHT: gl.constexpr,
-    BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
+def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, first_key, end_key, FROM_DOCUMENTS: gl.constexpr):
+    """Return the KeyTile: the tiles of queries that see some of its keys."""
+    mask, q_at, k_at = rules.mask, rules.q_at, rules.k_at
+    first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
+    last_lo, last_hi = visible_queries(position(gl.minimum(first_key + flags.BLOCK_N, end_key) - 1, k_at), mask, b)
+    origin = 0
+    if FROM_DOCUMENTS:
+        first, _ = document_interval(position(first_key, k_at), mask, b)
+        origin = rows_below(first, q_at)
+    begin, full_begin, full_end, end = tile_range(
+        first_lo, last_lo, first_hi, last_hi, q_at, origin, 64, mask.right is not None or mask.starts is not None
+    )
+    if first_key + flags.BLOCK_N > end_key:  # rows past the last key: every tile needs the mask
+        full_begin = end
+        full_end = end
+    return KeyTile(b, kv_head, first_key, end_key, origin, begin, full_begin, full_end, end)
+
+
+@gluon.jit
+def skip_borders(rules, b, first_key):
+    """Return (end of the queries that see the lower 64 keys, begin of those that see the upper 64)."""
+    _, lower_hi = visible_queries(position(first_key + 63, rules.k_at), rules.mask, b)
+    upper_lo, _ = visible_queries(position(first_key + 64, rules.k_at), rules.mask, b)
+    return rows_below(lower_hi + 1, rules.q_at), rows_below(upper_lo, rules.q_at)
+
+
+@gluon.jit
+def turns_of_sequence(inputs, rules, flags: gl.constexpr, b, first_key):
+    """Return the Turns of one sequence, for a dq that is added in order."""
+    _, prev_hi = visible_queries(position(gl.maximum(first_key, 1) - 1, rules.k_at), rules.mask, b)
+    prev_end = gl.where(first_key > 0, rows_below(prev_hi + 1, rules.q_at), 0)
+    counters = inputs.turns + b.to(gl.int64) * inputs.turns_strides.batch
+    return Turns(counters, inputs.turns_strides.head, first_key // flags.BLOCK_N, prev_end)
+
+
+@gluon.jit
+def consume(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
     """Role of a consumer warpgroup: by keys with 128 of them, by columns with 64."""
-    if BLOCK_N == 128:
-        consume_keys(
-            buffers, barriers, key_range, gradients, options, CONSUMER_ID,
-            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, STAGES, DS_STAGES, TIGHT, BIAS, GROUP, ADD,
-        )  # fmt: skip
+    if flags.BLOCK_N == 128:
+        consume_keys(memory, barriers, tile, outputs, rules, flags, CONSUMER_ID)
     elif CONSUMER_ID == 0:
-        consume_weights(
-            buffers, barriers, key_range, gradients, options,
-            D, DV, BLOCK_D, BLOCK_DV, TAIL_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD,
-        )  # fmt: skip
+        consume_weights(memory, barriers, tile, outputs, rules, flags)
     else:
-        consume_ds(
-            buffers, barriers, key_range, gradients, options,
-            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, STAGES, DS_STAGES, BIAS, GROUP, ADD,
-        )  # fmt: skip
+        consume_ds(memory, barriers, tile, outputs, rules, flags)
 
 
 Result = TypeVar("Result")

@@ -20,7 +20,8 @@ from ringspan.kernels.backends.hopper.backward_consumer import (
     fence_and_arrive,
     matmul_minus_stats,
     stats_selector,
-    store_columns,
+    store_dk,
+    store_dv,
 )
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
@@ -35,113 +36,103 @@ from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, pos
 
 
 @gluon.jit
-def consume_weights(
-    buffers, barriers, key_range, gradients, options,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
+def consume_weights(memory, barriers, tile, outputs, rules, flags: gl.constexpr):
     """Compute scores and weights, the left columns of dk and dv, and the second chunk of dv."""
-    k_tile, _v_tile, q_tile, dout_tile, ds_tile, stats, lse_tile, tile_info, row_offsets = buffers
-    kv_full, exchange, q_full, q_free, ds_full, ds_free = barriers
-    b, kv_head, first_key, _tile_end, begin, end = key_range
-    dk_out, _dk_tiles, dv_out, _dv_tiles, dk_strides, dv_strides = gradients
-    mask, q_at, k_at, scale, softcap = options
-    WIDTH: gl.constexpr = BLOCK_D // 2
-    WIDTH_V: gl.constexpr = BLOCK_DV // 2
+    STAGES: gl.constexpr = flags.STAGES
+    DS_STAGES: gl.constexpr = flags.DS_STAGES
+    BIAS: gl.constexpr = flags.BIAS
+    WIDTH: gl.constexpr = flags.BLOCK_D // 2
+    WIDTH_V: gl.constexpr = flags.BLOCK_DV // 2
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     K_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    DTYPE: gl.constexpr = q_tile[0].dtype
+    DTYPE: gl.constexpr = memory.q[0].dtype
+    exchange = barriers.exchange
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
     dk = gl.zeros([64, WIDTH], gl.float32, K_LAYOUT)
-    dv = zero_accumulators(WIDTH_V, TAIL_DV)
-    key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    lo, hi = visible_queries(position(key, k_at), mask, b)
-    key_ok = key < row_count(k_at)
+    dv = zero_accumulators(WIDTH_V, flags.TAIL_DV)
+    key = tile.first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
+    key_ok = key < row_count(rules.k_at)
     hi = gl.where(key_ok, hi, -MAX_POSITION)
-    steps = GROUP * (end - begin)
-    mbarrier.wait(kv_full.index(0), 0)
+    steps = flags.GROUP * (tile.end - tile.begin)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     s = zero
     if steps > 0:
-        wait_full(q_full, 0, STAGES)
-        s = matmul_minus_stats(select(k_tile, 0), select(q_tile, 0), zero, selector, stats.index(0))
+        wait_full(barriers.q_full, 0, STAGES)
+        s = matmul_minus_stats(select(memory.k, 0), select(memory.q, 0), zero, selector, memory.stats.index(0))
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
-        k_rows = select(k_tile, i >> 30)  # opaque 0, see backward_consumer.py
+        k_rows = select(memory.k, i >> 30)  # opaque 0, see backward_consumer.py
         slot = i % STAGES
-        marks = load_int(tile_info, 3 * slot + 2)
-        s, factor = exponents(s, scale, softcap, False)
+        marks = load_int(memory.tile_info, 3 * slot + 2)
+        s, factor = exponents(s, rules.scale, rules.softcap, False)
         exponent = s * factor
-        if softcap is not None:
-            exponent -= lse_tile.index(slot).load(QUERIES)[None, :]
+        if rules.softcap is not None:
+            exponent -= memory.lse.index(slot).load(QUERIES)[None, :]
         p = gl.exp2(exponent)
         if marks & 1 != 0:
-            p_q = position(load_int(tile_info, 3 * slot + 1) + row_offsets.load(QUERIES), q_at)
+            p_q = position(load_int(memory.tile_info, 3 * slot + 1) + memory.row_offsets.load(QUERIES), rules.q_at)
             visible = p_q[None, :] <= hi[:, None]
-            if mask[1] is not None or mask[2] is not None:
+            if rules.mask.right is not None or rules.mask.starts is not None:
                 visible &= p_q[None, :] >= lo[:, None]
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
         if BIAS == 0:
             p *= 2.0**14
-        ds_slot = wait_free(ds_free, i, DS_STAGES)
-        ds_tile.index(ds_slot).store(p.to(gl.float16).to(DTYPE, bitcast=True))
+        ds_slot = wait_free(barriers.ds_free, i, DS_STAGES)
+        memory.ds.index(ds_slot).store(p.to(gl.float16).to(DTYPE, bitcast=True))
         fence_and_arrive(exchange[0].index(ds_slot))
-        if softcap is not None:  # dS also needs the slope of tanh, once the weights have been read
+        if rules.softcap is not None:  # dS also needs the slope of tanh, once the weights have been read
             slope = (1 - s * s).to(gl.float16)
             mbarrier.wait(exchange[1].index(ds_slot), (i // DS_STAGES) & 1)
-            ds_tile.index(ds_slot).store(slope.to(DTYPE, bitcast=True))
+            memory.ds.index(ds_slot).store(slope.to(DTYPE, bitcast=True))
             fence_and_arrive(exchange[0].index(ds_slot))
-        dv = accumulate(weights, narrow(select(dout_tile, slot), 0, WIDTH_V), dv)
+        dv = accumulate(weights, narrow(select(memory.dout, slot), 0, WIDTH_V), dv)
         dv = wait_matmuls(0, dv)
         # the next tile's scores; after the last tile they are computed from stale data and discarded
         if i + 1 < steps:
-            wait_full(q_full, i + 1, STAGES)
+            wait_full(barriers.q_full, i + 1, STAGES)
         next_slot = (i + 1) % STAGES
-        s = matmul_minus_stats(k_rows, select(q_tile, next_slot), zero, selector, stats.index(2 * next_slot))
-        wait_full(ds_full, i, DS_STAGES)
-        q = select(q_tile, slot)[0].slice(0, WIDTH, dim=1)
-        dk = warpgroup_mma(ds_tile.index(ds_slot), q, dk, is_async=True)
+        s = matmul_minus_stats(k_rows, select(memory.q, next_slot), zero, selector, memory.stats.index(2 * next_slot))
+        wait_full(barriers.ds_full, i, DS_STAGES)
+        q = select(memory.q, slot)[0].slice(0, WIDTH, dim=1)
+        dk = warpgroup_mma(memory.ds.index(ds_slot), q, dk, is_async=True)
         dk, s = warpgroup_mma_wait(0, deps=(dk, s))
-        arrive_per_thread(q_free.index(slot))
-    store_columns(dk * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, 0, D, ADD)
-    store_columns(dv[0] * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, 0, DV, ADD)
-    if TAIL_DV > 0:
-        store_columns(dv[1] * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, BLOCK_DV, DV, ADD)
+        arrive_per_thread(barriers.q_free.index(slot))
+    store_dk(dk * (rules.scale * 2.0**-BIAS), outputs, tile, key, key_ok, 0, flags)
+    store_dv(dv[0] * 2.0**-BIAS, outputs, tile, key, key_ok, 0, flags)
+    if flags.TAIL_DV > 0:
+        store_dv(dv[1] * 2.0**-BIAS, outputs, tile, key, key_ok, flags.BLOCK_DV, flags)
 
 
 @gluon.jit
-def consume_ds(
-    buffers, barriers, key_range, gradients, options,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
+def consume_ds(memory, barriers, tile, outputs, rules, flags: gl.constexpr):
     """Compute the gradients of the weights and dS, the right columns of dk and dv, and the second chunk of dk."""
-    _k_tile, v_tile, q_tile, dout_tile, ds_tile, stats, _lse_tile, _tile_info, _rows = buffers
-    kv_full, exchange, q_full, q_free, ds_full, _ds_free = barriers
-    b, kv_head, first_key, _tile_end, begin, end = key_range
-    dk_out, _dk_tiles, dv_out, _dv_tiles, dk_strides, dv_strides = gradients
-    _mask, _q_at, k_at, scale, softcap = options
-    WIDTH: gl.constexpr = BLOCK_D // 2
-    WIDTH_V: gl.constexpr = BLOCK_DV // 2
+    STAGES: gl.constexpr = flags.STAGES
+    DS_STAGES: gl.constexpr = flags.DS_STAGES
+    BIAS: gl.constexpr = flags.BIAS
+    WIDTH: gl.constexpr = flags.BLOCK_D // 2
+    WIDTH_V: gl.constexpr = flags.BLOCK_DV // 2
     S_LAYOUT: gl.constexpr = accumulator_layout(64)
     V_LAYOUT: gl.constexpr = accumulator_layout(WIDTH_V)
-    DTYPE: gl.constexpr = q_tile[0].dtype
-    EXCHANGES: gl.constexpr = 1 if softcap is None else 2  # tiles that consume_weights hands over per query tile
+    DTYPE: gl.constexpr = memory.q[0].dtype
+    EXCHANGES: gl.constexpr = 1 if rules.softcap is None else 2  # tiles that consume_weights hands over per query tile
+    exchange = barriers.exchange
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
-    dk = zero_accumulators(WIDTH, TAIL_D)
+    dk = zero_accumulators(WIDTH, flags.TAIL_D)
     dv = gl.zeros([64, WIDTH_V], gl.float32, V_LAYOUT)
-    key = first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    key_ok = key < row_count(k_at)
-    mbarrier.wait(kv_full.index(0), 0)
-    for i in range(GROUP * (end - begin)):
-        v_rows = select(v_tile, i >> 30)
-        slot = wait_full(q_full, i, STAGES)
-        dp = matmul_minus_stats(v_rows, select(dout_tile, slot), zero, selector, stats.index(2 * slot + 1))
+    key = tile.first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    key_ok = key < row_count(rules.k_at)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    for i in range(flags.GROUP * (tile.end - tile.begin)):
+        v_rows = select(memory.v, i >> 30)
+        slot = wait_full(barriers.q_full, i, STAGES)
+        dp = matmul_minus_stats(v_rows, select(memory.dout, slot), zero, selector, memory.stats.index(2 * slot + 1))
         ds_slot = i % DS_STAGES
-        shared = ds_tile.index(ds_slot)
+        shared = memory.ds.index(ds_slot)
         mbarrier.wait(exchange[0].index(ds_slot), (EXCHANGES * (i // DS_STAGES)) & 1)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         p = shared.load(S_LAYOUT).to(gl.float16, bitcast=True)
@@ -149,19 +140,19 @@ def consume_ds(
         if BIAS == 0:
             weights *= 2.0**-14
         ds = weights * dp
-        if softcap is not None:
+        if rules.softcap is not None:
             arrive_per_thread(exchange[1].index(ds_slot))
             mbarrier.wait(exchange[0].index(ds_slot), 1)
             ds *= shared.load(S_LAYOUT).to(gl.float16, bitcast=True).to(gl.float32)
         ds = ds.to(DTYPE)
         shared.store(ds)
-        fence_and_arrive(ds_full.index(ds_slot))
-        dout = select(dout_tile, slot)[0].slice(WIDTH_V, WIDTH_V, dim=1)
+        fence_and_arrive(barriers.ds_full.index(ds_slot))
+        dout = select(memory.dout, slot)[0].slice(WIDTH_V, WIDTH_V, dim=1)
         dv = accumulate_chunk(weights.to(DTYPE), dout, dv)
-        dk = accumulate(ds, narrow(select(q_tile, slot), WIDTH, WIDTH), dk)
+        dk = accumulate(ds, narrow(select(memory.q, slot), WIDTH, WIDTH), dk)
         dk, dv = wait_matmuls(0, dk, dv)
-        arrive_per_thread(q_free.index(slot))
-    store_columns(dk[0] * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, WIDTH, D, ADD)
-    if TAIL_D > 0:
-        store_columns(dk[1] * (scale * 2.0**-BIAS), dk_out, dk_strides, b, kv_head, key, key_ok, BLOCK_D, D, ADD)
-    store_columns(dv * 2.0**-BIAS, dv_out, dv_strides, b, kv_head, key, key_ok, WIDTH_V, DV, ADD)
+        arrive_per_thread(barriers.q_free.index(slot))
+    store_dk(dk[0] * (rules.scale * 2.0**-BIAS), outputs, tile, key, key_ok, WIDTH, flags)
+    if flags.TAIL_D > 0:
+        store_dk(dk[1] * (rules.scale * 2.0**-BIAS), outputs, tile, key, key_ok, flags.BLOCK_D, flags)
+    store_dv(dv * 2.0**-BIAS, outputs, tile, key, key_ok, WIDTH_V, flags)

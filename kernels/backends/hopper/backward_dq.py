@@ -25,43 +25,41 @@ from ringspan.kernels.runtime.triton_compat import barrier, tma_add, with_layout
 
 
 @gluon.jit
-def collect_dq(
-    dq_out, k_tile, ds_tile, dq_tile, tile_info, barriers, dq_turns, b, begin, end, scale,
-    BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    DQ_STAGES: gl.constexpr, DQ_WIDTH: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def collect_dq(dq_out, memory, barriers, dq_turns, tile, scale, flags: gl.constexpr):
     """Accumulate dq of each query tile. The slot of q is freed at once, because only its head and row are needed.
 
     With 64 keys dS fits into registers (HOLDS_DS): matmuls read only k from shared memory, dS's slot is free earlier, and the
     matmul of the next 64 columns overlaps the store of the current ones.
     """
-    kv_full, _exchange, q_full, q_free, ds_full, ds_free = barriers
-    turns, _stride, own_turn, _prev_end = dq_turns
+    turns, own_turn = dq_turns.counters, dq_turns.own_turn
+    BLOCK_D: gl.constexpr = flags.BLOCK_D
+    TAIL_D: gl.constexpr = flags.TAIL_D
+    DQ_WIDTH: gl.constexpr = flags.DQ_WIDTH
     LAYOUT: gl.constexpr = accumulator_layout(64)
-    HOLDS_DS: gl.constexpr = BLOCK_N == 64
+    HOLDS_DS: gl.constexpr = flags.BLOCK_N == 64
     PARTS: gl.constexpr = BLOCK_D // 64 if TAIL_D == 0 else BLOCK_D // 64 + 1  # the last part may be the second chunk
     NUM_PIECES: gl.constexpr = BLOCK_D // DQ_WIDTH + (TAIL_D + DQ_WIDTH - 1) // DQ_WIDTH
     zero = zero_accumulators(64, TAIL_D)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
     prev_h, prev_row = 0, 0
-    for i in range(GROUP * (end - begin)):
-        slot = wait_full(q_full, i, STAGES)
-        h, row = load_int(tile_info, 3 * slot), load_int(tile_info, 3 * slot + 1)
-        arrive_per_thread(q_free.index(slot))
+    for i in range(flags.GROUP * (tile.end - tile.begin)):
+        slot = wait_full(barriers.q_full, i, flags.STAGES)
+        h, row = load_int(memory.tile_info, 3 * slot), load_int(memory.tile_info, 3 * slot + 1)
+        arrive_per_thread(barriers.q_free.index(slot))
         if turns is not None:
             current_turn = read_turn(dq_turns, h, row)
-        ds_slot = wait_full(ds_full, i, DS_STAGES)
-        k_all = select(k_tile, i >> 30)  # opaque 0, see backward_consumer.py
-        ds = ds_tile.index(ds_slot).permute((1, 0))
+        ds_slot = wait_full(barriers.ds_full, i, flags.DS_STAGES)
+        k_all = select(memory.k, i >> 30)  # opaque 0, see backward_consumer.py
+        ds = memory.ds.index(ds_slot).permute((1, 0))
         if HOLDS_DS:
             ds = ds.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            arrive_per_thread(ds_free.index(ds_slot))
+            arrive_per_thread(barriers.ds_free.index(ds_slot))
         for part in gl.static_range(PARTS):
             if part == 0 or not HOLDS_DS:
                 dq = dq_matmul(ds, k_all, part, zero, BLOCK_D)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             if part == PARTS - 1 and not HOLDS_DS:
-                arrive_per_thread(ds_free.index(ds_slot))
+                arrive_per_thread(barriers.ds_free.index(ds_slot))
             pieces = split_pieces(dq * scale, DQ_WIDTH)
             if turns is not None and part == 0:
                 if i > 0:
@@ -71,16 +69,16 @@ def collect_dq(
                     current_turn = read_turn(dq_turns, h, row)
             for piece in gl.static_range((64 if part < BLOCK_D // 64 else max(TAIL_D, DQ_WIDTH)) // DQ_WIDTH):
                 piece_index = part * (64 // DQ_WIDTH) + piece
-                if NUM_PIECES % DQ_STAGES != 0:  # otherwise every tile starts at slot 0
+                if NUM_PIECES % flags.DQ_STAGES != 0:  # otherwise every tile starts at slot 0
                     piece_index += i * NUM_PIECES
-                piece_tile = dq_tile.index(piece_index % DQ_STAGES)
-                tma.store_wait(DQ_STAGES - 1)  # the TMA has read the slot's previous contents
+                piece_tile = memory.dq.index(piece_index % flags.DQ_STAGES)
+                tma.store_wait(flags.DQ_STAGES - 1)  # the TMA has read the slot's previous contents
                 store_staggered(pieces[piece], piece_tile, DQ_WIDTH)
                 if HOLDS_DS and part < PARTS - 1 and piece == 64 // DQ_WIDTH - 1:
                     dq = dq_matmul(ds, k_all, part + 1, zero, BLOCK_D)
                 fence_async_shared()
-                tma_add(dq_out, [b, h, row, part * 64 + piece * DQ_WIDTH], piece_tile)
-    if turns is not None and begin < end:
+                tma_add(dq_out, [tile.b, h, row, part * 64 + piece * DQ_WIDTH], piece_tile)
+    if turns is not None and tile.begin < tile.end:
         pass_turn(dq_turns, prev_h, prev_row)
     tma.store_wait(0)
 
@@ -111,18 +109,17 @@ def read_turn(dq_turns, h, row):
 
     Each thread loads it for itself, so no thread waits for the value before it needs it.
     """
-    turns, stride, own_turn, prev_end = dq_turns
-    return gl.load(turns + h * stride + row // 64, mask=row < prev_end, other=own_turn, volatile=True)
+    turns = dq_turns.counters + h * dq_turns.stride
+    return gl.load(turns + row // 64, mask=row < dq_turns.prev_end, other=dq_turns.own_turn, volatile=True)
 
 
 @gluon.jit
 def pass_turn(dq_turns, h, row):
     """Hand the turn at a tile of queries to the next key tile."""
-    turns, stride, own_turn, _prev_end = dq_turns
     # wait until the sums are in memory; tma.store_wait only waits until shared memory has been read
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [row], gl.int32, is_pure=False, pack=1)
     barrier()
-    gl.atomic_xchg(turns + h * stride + row // 64, own_turn + 1, sem="release")
+    gl.atomic_xchg(dq_turns.counters + h * dq_turns.stride + row // 64, dq_turns.own_turn + 1, sem="release")
 
 
 @gluon.constexpr_function

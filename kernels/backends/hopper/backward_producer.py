@@ -1,11 +1,14 @@
 """The producer warp of Hopper's backward: loads query tiles and their statistics (see backward.py).
 
+    q, dout ──── TMA ─────────────────▶  slot i % STAGES  ── q_full ──▶  consumers, dq warpgroup
+    lse, delta ─ split_in_three ──────▶                   ◀── q_free ──
+
 A slot of shared memory holds one query tile:
 
-    q_tile, dout_tile    64 rows, loaded by TMA
-    stats                lse and delta as three bf16 each, (64, 16): operands of a matmul that subtracts them
-    lse_tile             lse in fp32, with softcap only
-    tile_info            head, first row, marks (1: partial; 2, 4: visible to keys of consumer 0, 1)
+    q, dout      64 rows, loaded by TMA
+    stats        lse and delta as three bf16 each, (64, 16): operands of a matmul that subtracts them
+    lse          lse in fp32, with softcap only
+    tile_info    head, first row, marks (1: partial; 2, 4: visible to keys of consumer 0, 1)
 """
 
 from triton.experimental import gluon
@@ -18,55 +21,51 @@ from ringspan.kernels.backends.triton.common import LOG2E
 
 
 @gluon.jit
-def produce(
-    q, dout, q_tile, dout_tile, statistics, barriers, b, kv_head, origin, begin, full_begin, full_end, end, skip_borders,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def produce(inputs, memory, barriers, tile, skip_borders, rules, num_rows, flags: gl.constexpr):
     """Role of the producer warp: load query tiles begin … end for each query head of the group."""
-    lse, delta, lse_strides, delta_strides, stats, lse_tile, tile_info, num_rows, scale, softcap = statistics
-    _kv_full, _exchange, q_full, q_free, _ds_full, _ds_free = barriers
     lower_end, upper_begin = skip_borders
-    num_tiles = end - begin
-    num_partial = full_begin - begin + end - full_end
+    num_tiles = tile.end - tile.begin
+    num_partial = tile.full_begin - tile.begin + tile.end - tile.full_end
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STATS: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, STATS)
     column = gl.arange(0, 16, gl.SliceLayout(0, STATS))[None, :]
-    for i in range(GROUP * num_tiles):
-        h = kv_head * GROUP + i // num_tiles
-        row = origin + nth_tile(i % num_tiles, begin, full_begin, full_end, end) * 64
+    for i in range(flags.GROUP * num_tiles):
+        b, h = tile.b, tile.kv_head * flags.GROUP + i // num_tiles
+        row = tile.origin + nth_tile(i % num_tiles, tile.begin, tile.full_begin, tile.full_end, tile.end) * 64
         rows = row + gl.arange(0, 64, ROWS)
-        slot = wait_free(q_free, i, STAGES)
-        mbarrier.expect(q_full.index(slot), block_bytes(q) + block_bytes(dout))
-        load_tiles(q, b, h, row, q_full.index(slot), q_tile, slot)
-        load_tiles(dout, b, h, row, q_full.index(slot), dout_tile, slot)
-        lse_row = gl.load(
-            lse + b.to(gl.int64) * lse_strides[0] + h.to(gl.int64) * lse_strides[1] + rows.to(gl.int64) * lse_strides[2],
-            mask=rows < num_rows, other=float("-inf"),
-        )  # fmt: skip
-        delta_row = gl.load(
-            delta + b.to(gl.int64) * delta_strides[0] + h.to(gl.int64) * delta_strides[1]
-            + rows.to(gl.int64) * delta_strides[2],
-            mask=rows < num_rows, other=0.0,
-        )  # fmt: skip
+        slot = wait_free(barriers.q_free, i, flags.STAGES)
+        q_full = barriers.q_full.index(slot)
+        mbarrier.expect(q_full, block_bytes(inputs.q) + block_bytes(inputs.dout))
+        load_tiles(inputs.q, b, h, row, q_full, memory.q, slot)
+        load_tiles(inputs.dout, b, h, row, q_full, memory.dout, slot)
+        lse_row = load_stats(inputs.lse, b, h, rows, inputs.lse_strides, num_rows, float("-inf"))
+        delta_row = load_stats(inputs.delta, b, h, rows, inputs.delta_strides, num_rows, 0.0)
         # all weights of such a row are 0, whatever its delta holds: it sees no key, or a sink outweighs them all
         is_empty = (lse_row == float("-inf")) | (lse_row == float("inf"))
-        lse_row = lse_row * LOG2E - BIAS
-        if softcap is not None:
-            lse_tile.index(slot).store(gl.where(is_empty, float("inf"), lse_row))
+        lse_row = lse_row * LOG2E - flags.BIAS
+        if rules.softcap is not None:
+            memory.lse.index(slot).store(gl.where(is_empty, float("inf"), lse_row))
             lse_row = gl.zeros_like(delta_row)  # the cap applies before lse is subtracted, so the matmul must not subtract it
-        lse_row = gl.where(is_empty, 3e38, lse_row / (scale * LOG2E))  # finite, because splitting an infinity gives NaN
+        lse_row = gl.where(is_empty, 3e38, lse_row / (rules.scale * LOG2E))  # finite, because splitting an infinity gives NaN
         delta_row = gl.where(is_empty, 0.0, delta_row)
-        stats.index(2 * slot).store(split_in_three(lse_row, column))
-        stats.index(2 * slot + 1).store(split_in_three(delta_row, column))
-        tile_info.index(3 * slot).store(gl.full([1], h, gl.int32, WARP))
-        tile_info.index(3 * slot + 1).store(gl.full([1], row, gl.int32, WARP))
+        memory.stats.index(2 * slot).store(split_in_three(lse_row, column))
+        memory.stats.index(2 * slot + 1).store(split_in_three(delta_row, column))
+        memory.tile_info.index(3 * slot).store(gl.full([1], h, gl.int32, WARP))
+        memory.tile_info.index(3 * slot + 1).store(gl.full([1], row, gl.int32, WARP))
         marks = gl.where(i % num_tiles < num_partial, 1, 0)
         if lower_end is not None:
             marks += gl.where(row < lower_end, 2, 0) + gl.where(row + 64 > upper_begin, 4, 0)
-        tile_info.index(3 * slot + 2).store(gl.full([1], marks, gl.int32, WARP))
+        memory.tile_info.index(3 * slot + 2).store(gl.full([1], marks, gl.int32, WARP))
         fence_async_shared()
-        mbarrier.arrive(q_full.index(slot), count=1)
+        mbarrier.arrive(q_full, count=1)
+
+
+@gluon.jit
+def load_stats(stats, b, h, rows, strides, num_rows, other: gl.constexpr):
+    """Load rows of lse or delta; `other` past the last row."""
+    pointers = stats + b.to(gl.int64) * strides.batch + h.to(gl.int64) * strides.head + rows.to(gl.int64) * strides.row
+    return gl.load(pointers, mask=rows < num_rows, other=other)
 
 
 @gluon.jit

@@ -124,7 +124,7 @@ def tile_border(row, b, mask, segments, ROWS: gl.constexpr):
 
     Borders are at a document's first row plus multiples of ROWS, and at its end.
     """
-    if mask[2] is not None:
+    if mask.starts is not None:
         first, last = document_interval(position(row, segments), mask, b)
         begin, end = gl.minimum(rows_below(first, segments), row), rows_below(last + 1, segments)
         return gl.maximum(gl.minimum(begin + gl.cdiv(row - begin, ROWS) * ROWS, end), row)

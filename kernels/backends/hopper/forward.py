@@ -23,6 +23,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from ringspan.kernels.backends.block import Block, Carry
+from ringspan.kernels.backends.hopper.argument_tuples import (
+    ForwardFlags,
+    ForwardInputs,
+    ForwardMemory,
+    Outputs,
+    QueryWork,
+    Queue,
+)
 from ringspan.kernels.backends.hopper.arguments import forward_arguments, max_keys_per_launch
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
@@ -77,7 +85,8 @@ def attention_forward(
     q = (q,) if q_tail is None else (q, q_tail)
     k = (k,) if k_tail is None else (k, k_tail)
     v = (v,) if v_tail is None else (v, v_tail)
-    inputs = (q, k, v)
+    flags: gl.constexpr = ForwardFlags(DV, BLOCK_DV, TAIL_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, IN_STEP)
+    inputs = ForwardInputs(q, k, v)
     q_tile = allocate_tiles(q, Q_STAGES * CONSUMERS)
     k_tile = allocate_tiles(k, STAGES)
     v_tile = allocate_tiles(v, STAGES)
@@ -94,147 +103,141 @@ def attention_forward(
     q_full, q_free = make_barriers(Q_STAGES, 1, READERS)
     kv_full, kv_free = make_barriers(STAGES, 1, READERS)
     next_full, next_free = make_barriers(2, 1, READERS)
-    tiles = (q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns)
-    queue = (next_tile, next_full, next_free)
-    work = (mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads)
-    outputs = (
-        out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
-        scale, softcap,
-    )  # fmt: skip
+    memory = ForwardMemory(q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns)
+    queue = Queue(next_tile, next_full, next_free)
+    work = QueryWork(mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads)
+    outputs = Outputs(out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, outputs, 0, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 1, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
-            (produce, (inputs, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (memory, queue, work, outputs, scale, softcap, flags, 0)),
+            (consume, (memory, queue, work, outputs, scale, softcap, flags, 1)),
+            (produce, (inputs, memory, queue, work_counter, work, flags)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (tiles, queue, work, outputs, 0, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 1, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
-            (consume, (tiles, queue, work, outputs, 2, DV, BLOCK_DV, TAIL_DV, CONSUMERS, IN_STEP)),
-            (produce, (inputs, tiles, queue, work_counter, work, BLOCK_N, CONSUMERS, Q_STAGES, STAGES)),
+            (consume, (memory, queue, work, outputs, scale, softcap, flags, 0)),
+            (consume, (memory, queue, work, outputs, scale, softcap, flags, 1)),
+            (consume, (memory, queue, work, outputs, scale, softcap, flags, 2)),
+            (produce, (inputs, memory, queue, work_counter, work, flags)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])  # fmt: skip
 
 
 @gluon.jit
-def consume(
-    tiles, queue, work, outputs, CONSUMER_ID: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr,
-    CONSUMERS: gl.constexpr, IN_STEP: gl.constexpr,
-):  # fmt: skip
+def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
     """Role of consumer warpgroup CONSUMER_ID: 64 queries of each query tile of the thread block."""
-    q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns = tiles
-    STAGES: gl.constexpr = k_tile[0].shape[0]
-    BLOCK_N: gl.constexpr = k_tile[0].shape[3]
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // CONSUMERS
-    QK_MATMULS: gl.constexpr = len(q_tile)
-    PV_MATMULS: gl.constexpr = len(v_tile)
-    DTYPE: gl.constexpr = v_tile[0].dtype
-    mask, q_at, k_at, _num_tiles, _num_sequences, _num_heads, _group, _concurrent_heads = work
-    scale, softcap = outputs[9], outputs[10]
+    QK_MATMULS: gl.constexpr = len(memory.q)
+    PV_MATMULS: gl.constexpr = len(memory.v)
+    DTYPE: gl.constexpr = memory.v[0].dtype
     # with documents a tile's last rows may belong to the next tile, and a thread block may have no tile
-    DOCUMENTS: gl.constexpr = mask[2] is not None
-    S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_N)
-    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    # Without a mask the producer rotates the order of the full tiles, so `tile` is not the loaded tile. It only distinguishes
-    # full tiles from a last partial one.
-    UNMASKED: gl.constexpr = mask[0] is None and mask[1] is None and mask[2] is None
-    HAS_CARRY: gl.constexpr = outputs[4] is not None
-    OVERLAP: gl.constexpr = CONSUMERS == 2  # softmax with the own matmul with v; three consumers overlap each other
-    gl.static_assert(STAGES > 1 or not OVERLAP, "the wait for a slot overlaps the use of another one: STAGES must exceed 1")
-    zero_scores = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    DOCUMENTS: gl.constexpr = work.mask.starts is not None
+    S_LAYOUT: gl.constexpr = accumulator_layout(flags.BLOCK_N)
+    # Without a mask the producer rotates the order of the full tiles, so `key_tile` is not the loaded tile. It only
+    # distinguishes full tiles from a last partial one.
+    UNMASKED: gl.constexpr = work.mask.left is None and work.mask.right is None and work.mask.starts is None
+    OVERLAP: gl.constexpr = flags.CONSUMERS == 2  # softmax with the own matmul with v; three consumers overlap each other
+    gl.static_assert(flags.STAGES > 1 or not OVERLAP, "the wait for a slot overlaps the use of another one: STAGES > 1")
+    zero_scores = gl.zeros([64, flags.BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
     kv_count = 0  # K/V slots received
-    tile_end, b, h, first_row, begin, full_begin, full_end, end, origin = receive_tile(queue, i, DOCUMENTS, IN_STEP)
-    row, lo, hi = key_interval(first_row + CONSUMER_ID * 64, origin, b, mask, q_at, k_at, ROWS)
-    if (tile_end != 0) if DOCUMENTS else True:
-        wait_full(q_full, i, Q_STAGES)
+    tile = receive_tile(queue, i, DOCUMENTS, flags.IN_STEP)
+    row, lo, hi = key_interval(tile, work, CONSUMER_ID, S_LAYOUT)
+    if (tile.end_row != 0) if DOCUMENTS else True:
+        wait_full(memory.q_full, i, flags.Q_STAGES)
     q_slot = i
-    slot = wait_full(kv_full, kv_count, STAGES)
-    s = multiply_transposed(select(q_tile, q_slot * CONSUMERS + CONSUMER_ID), select(k_tile, slot), zero_scores)
+    slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
+    q_rows = select(memory.q, q_slot * flags.CONSUMERS + CONSUMER_ID)
+    s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
     s = warpgroup_mma_wait(0, deps=(s,))
-    arrive(kv_free.index(slot), IN_STEP)
-    while tile_end != 0:
-        acc = zero_accumulators(BLOCK_DV, TAIL_DV)
-        min_reference = gl.full([64, 4], NO_REFERENCE, gl.float32, LANE_LAYOUT)
-        if HAS_CARRY:
-            row_ok = row < (tile_end if DOCUMENTS else row_count(q_at))
-            acc, carry_exponent = load_carry(outputs, b, h, row, row_ok, acc, DV)
-            min_reference = gl.maximum(carry_exponent - LOG2_MAX_CARRY_WEIGHT, min_reference)
-        q_rows = select(q_tile, q_slot * CONSUMERS + CONSUMER_ID)
-
-        tile = nth_tile(0, begin, full_begin, full_end, end)
-        s, factor = apply_mask(s, tile, True, lo, hi, mask, columns, scale, softcap, BLOCK_N)
-        weights, reference, total, _rescale, needs_rescale = compute_weights(s, factor, min_reference, DTYPE, True)
-        if HAS_CARRY:  # after the first softmax, which covers the latency of the carry's loads
-            weight = gl.where(
-                (reference == min_reference) & (min_reference < carry_exponent),
-                MAX_CARRY_WEIGHT,
-                gl.exp2(carry_exponent - reference),
-            )
-            total += weight / 4  # each of a row's four threads adds a quarter
-            if outputs[3] is not None:
-                acc = scale_accumulators(acc, weight, needs_rescale)
+    arrive(memory.kv_free.index(slot), flags.IN_STEP)
+    while tile.end_row != 0:
+        weights, reference, total, acc = begin_softmax(
+            s, tile, row, lo, hi, work, outputs, memory.columns, scale, softcap, flags, DTYPE
+        )
+        q_rows = select(memory.q, q_slot * flags.CONSUMERS + CONSUMER_ID)
         kv_count += 1
-        slot = wait_full(kv_full, kv_count, STAGES)
-        num_partial = full_begin - begin + end - full_end
-        for j in range(1, end - begin):
-            s = multiply_transposed(q_rows, select(k_tile, slot), zero_scores)
-            acc = pv_matmul(weights, select(v_tile, slot), acc)
+        slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
+        num_partial = tile.full_begin - tile.begin + tile.end - tile.full_end
+        for j in range(1, tile.end - tile.begin):
+            s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
+            acc = pv_matmul(weights, select(memory.v, slot), acc)
             s = warpgroup_mma_wait(PV_MATMULS, deps=(s,))
-            tile = nth_tile(j, begin, full_begin, full_end, end)
+            key_tile = nth_tile(j, tile.begin, tile.full_begin, tile.full_end, tile.end)
             is_partial = j < num_partial if not UNMASKED else False  # a last partial tile is processed first
-            s, factor = apply_mask(s, tile, is_partial, lo, hi, mask, columns, scale, softcap, BLOCK_N)
+            s, factor = apply_mask(s, key_tile, is_partial, lo, hi, work.mask, memory.columns, scale, softcap, flags.BLOCK_N)
             prev_slot = slot
             kv_count += 1
             if OVERLAP:
-                next_weights, reference, partial_sum, rescale, needs_rescale = compute_weights(
-                    s, factor, reference, DTYPE, False
-                )
+                next_weights, reference, tile_sum, rescale, needs_rescale = compute_weights(s, factor, reference, DTYPE, False)
                 # This wait is a branch, across which the compiler does not move the matmul wait below. Otherwise it would move
                 # that wait before the softmax, and the softmax would not overlap the matmul with v.
-                slot = wait_full(kv_full, kv_count, STAGES)
+                slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
             acc = wait_matmuls(0, acc)
-            arrive(kv_free.index(prev_slot), IN_STEP)
+            arrive(memory.kv_free.index(prev_slot), flags.IN_STEP)
             if not OVERLAP:  # the registers of the previous weights are free now
-                next_weights, reference, partial_sum, rescale, needs_rescale = compute_weights(
-                    s, factor, reference, DTYPE, False
-                )
+                next_weights, reference, tile_sum, rescale, needs_rescale = compute_weights(s, factor, reference, DTYPE, False)
             acc = scale_accumulators(acc, rescale, needs_rescale)
-            total = total * rescale + partial_sum
+            total = total * rescale + tile_sum
             weights = next_weights
             if not OVERLAP:
-                slot = wait_full(kv_full, kv_count, STAGES)
-        arrive(q_free.index(q_slot), IN_STEP)
+                slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
+        arrive(memory.q_free.index(q_slot), flags.IN_STEP)
         # The last matmul with v overlaps the next query tile's first scores. After the last tile these scores are computed from
         # stale shared memory and discarded.
         i += 1
-        prev_b, prev_h, prev_first_row, prev_row, prev_tile_end = b, h, first_row + CONSUMER_ID * 64, row, tile_end
-        tile_end, b, h, first_row, begin, full_begin, full_end, end, origin = receive_tile(queue, i, DOCUMENTS, IN_STEP)
-        row, lo, hi = key_interval(first_row + CONSUMER_ID * 64, origin, b, mask, q_at, k_at, ROWS)
-        if tile_end != 0:
-            wait_full(q_full, i, Q_STAGES)
-        q_slot = i % Q_STAGES
-        acc = pv_matmul(weights, select(v_tile, slot), acc)
-        s = multiply_transposed(select(q_tile, q_slot * CONSUMERS + CONSUMER_ID), select(k_tile, slot), zero_scores)
+        prev_tile, prev_row = tile, row
+        tile = receive_tile(queue, i, DOCUMENTS, flags.IN_STEP)
+        row, lo, hi = key_interval(tile, work, CONSUMER_ID, S_LAYOUT)
+        if tile.end_row != 0:
+            wait_full(memory.q_full, i, flags.Q_STAGES)
+        q_slot = i % flags.Q_STAGES
+        acc = pv_matmul(weights, select(memory.v, slot), acc)
+        q_rows = select(memory.q, q_slot * flags.CONSUMERS + CONSUMER_ID)
+        s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
         acc = wait_matmuls(QK_MATMULS, acc)
-
         store_result(
-            acc, reference, total, prev_b, prev_h, prev_first_row, prev_row, prev_tile_end, row_count(q_at),
-            outputs, o_tile.index(CONSUMER_ID), DOCUMENTS, DV,
+            acc, reference, total, prev_tile, prev_row, row_count(work.q_at), outputs, memory.out, CONSUMER_ID,
+            DOCUMENTS, flags.DV,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
-        arrive(kv_free.index(slot), IN_STEP)
+        arrive(memory.kv_free.index(slot), flags.IN_STEP)
 
-    if outputs[1] is not None:
+    if outputs.out_tiles is not None:
         tma.store_wait(0)
 
 
 @gluon.jit
-def key_interval(first_row, origin, b, mask, q_at, k_at, ROWS: gl.constexpr):
-    """Return 64 rows of q, and for each the first and last visible row of k, counted from `origin`."""
-    row = first_row + gl.arange(0, 64, ROWS)
-    lo, hi = visible_keys(position(row, q_at), mask, b)
-    return row, rows_below(lo, k_at) - origin, rows_below(hi + 1, k_at) - 1 - origin
+def key_interval(tile, work, CONSUMER_ID: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Return a consumer's 64 rows of q, and for each the first and last visible row of k, counted from the tile's origin."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    row = tile.first_row + CONSUMER_ID * 64 + gl.arange(0, 64, ROWS)
+    lo, hi = visible_keys(position(row, work.q_at), work.mask, tile.b)
+    return row, rows_below(lo, work.k_at) - tile.origin, rows_below(hi + 1, work.k_at) - 1 - tile.origin
+
+
+@gluon.jit
+def begin_softmax(s, tile, row, lo, hi, work, outputs, columns, scale, softcap, flags: gl.constexpr, DTYPE: gl.constexpr):
+    """Return (weights, reference, total, acc) after the first tile of keys and the carry, with which a row begins."""
+    DOCUMENTS: gl.constexpr = work.mask.starts is not None
+    HAS_CARRY: gl.constexpr = outputs.carry_lse is not None
+    acc = zero_accumulators(flags.BLOCK_DV, flags.TAIL_DV)
+    min_reference = gl.full([64, 4], NO_REFERENCE, gl.float32, LANE_LAYOUT)
+    if HAS_CARRY:
+        row_ok = row < (tile.end_row if DOCUMENTS else row_count(work.q_at))
+        acc, carry_exponent = load_carry(outputs, tile.b, tile.h, row, row_ok, acc, flags.DV)
+        min_reference = gl.maximum(carry_exponent - LOG2_MAX_CARRY_WEIGHT, min_reference)
+    key_tile = nth_tile(0, tile.begin, tile.full_begin, tile.full_end, tile.end)
+    s, factor = apply_mask(s, key_tile, True, lo, hi, work.mask, columns, scale, softcap, flags.BLOCK_N)
+    weights, reference, total, _rescale, needs_rescale = compute_weights(s, factor, min_reference, DTYPE, True)
+    if HAS_CARRY:  # after the first softmax, which covers the latency of the carry's loads
+        weight = gl.where(
+            (reference == min_reference) & (min_reference < carry_exponent),
+            MAX_CARRY_WEIGHT,
+            gl.exp2(carry_exponent - reference),
+        )
+        total += weight / 4  # each of a row's four threads adds a quarter
+        if outputs.carry_out is not None:
+            acc = scale_accumulators(acc, weight, needs_rescale)
+    return weights, reference, total, acc
 
 
 @gluon.jit

@@ -1,5 +1,7 @@
 """Loads of the carry and stores of out and lse of Hopper's forward (see forward.py).
 
+    carry ── load_carry ──▶  acc, total of a query tile  ── all its keys ──▶  acc / total  ── registers, or TMA ──▶  out, lse
+
 `out` is stored from registers, or through shared memory by TMA where the tile table says STAGED. The TMA stores 64 rows and
 the first chunk of columns (chunks.py). The second chunk, and a tile that ends within 64 rows, are stored from registers.
 """
@@ -21,14 +23,14 @@ MAX_CARRY_WEIGHT = gl.constexpr(2.0**64)
 @gluon.jit
 def load_carry(outputs, b, h, row, row_ok, acc, DV: gl.constexpr):
     """Return the carry, which initialises a row: its out, and its lse in base 2."""
-    carry_out, carry_lse, carry_out_strides, carry_lse_strides = outputs[3], outputs[4], outputs[7], outputs[8]
     b, h = b.to(gl.int64), h.to(gl.int64)
+    strides = outputs.carry_lse_strides
     lse_row = gl.load(
-        carry_lse + b * carry_lse_strides[0] + h * carry_lse_strides[1] + row.to(gl.int64) * carry_lse_strides[2],
+        outputs.carry_lse + b * strides.batch + h * strides.head + row.to(gl.int64) * strides.row,
         mask=row_ok, other=float("-inf"),
     )  # fmt: skip
-    if carry_out is not None:
-        acc = load_carry_out(carry_out, carry_out_strides, b, h, row, row_ok, acc, DV)
+    if outputs.carry_out is not None:
+        acc = load_carry_out(outputs.carry_out, outputs.carry_out_strides, b, h, row, row_ok, acc, DV)
     carry_exponent = gl.convert_layout(lse_row * LOG2E, gl.SliceLayout(1, LANE_LAYOUT), assert_trivial=True)[:, None]
     return acc, carry_exponent + gl.full([64, 4], 0.0, gl.float32, LANE_LAYOUT)
 
@@ -49,49 +51,50 @@ def load_carry_chunk(carry_out, strides, b, h, row, row_ok, like, FIRST: gl.cons
     O_ROWS: gl.constexpr = gl.SliceLayout(1, like.type.layout)
     column = FIRST + gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
     is_valid = gl.convert_layout(row_ok, O_ROWS)[:, None] & (column < DV)[None, :]
-    pointers = carry_out + b * strides[0] + h * strides[2]
+    pointers = carry_out + b * strides.batch + h * strides.head
     o_row = gl.convert_layout(row, O_ROWS).to(gl.int64)
-    return gl.load(pointers + o_row[:, None] * strides[1] + column[None, :], mask=is_valid, other=0.0)
+    return gl.load(pointers + o_row[:, None] * strides.row + column[None, :], mask=is_valid, other=0.0)
 
 
 @gluon.jit
 def store_result(
-    acc, reference, total, b, h, first_row, row, tile_end, num_rows, outputs, o_tile,
+    acc, reference, total, tile, row, num_rows, outputs, o_tile, CONSUMER_ID: gl.constexpr,
     DOCUMENTS: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
-    """Divide by the softmax sum; store rows of out and lse before `tile_end`."""
-    out, out_tiles, lse, _carry_out, carry_lse, out_strides, lse_strides, _carry_out_strides, carry_lse_strides = outputs[:9]
-    b_wide, h_wide = b.to(gl.int64), h.to(gl.int64)
-    # `tile_end` selects the same rows without documents, but compiles to other code, which is not timed
-    row_ok = row < (tile_end if DOCUMENTS else num_rows)
+    """Divide by the softmax sum; store a consumer's rows of out and lse before the tile's end."""
+    b, h = tile.b.to(gl.int64), tile.h.to(gl.int64)
+    # `end_row` selects the same rows without documents, but compiles to other code, which is not timed
+    row_ok = row < (tile.end_row if DOCUMENTS else num_rows)
     total = gl.convert_layout(gl.sum(total, 1), row.type.layout, assert_trivial=True)
     reference_row = gl.convert_layout(gl.max(reference, 1), row.type.layout, assert_trivial=True)
     empty = total == 0
     divisor = gl.where(empty, 1.0, total)
     lse_row = gl.where(empty, float("-inf"), reference_row * LN2 + gl.log(divisor))
-    if carry_lse is not None:  # a row without a visible key keeps the carry's lse bit for bit
-        pointers = carry_lse + b_wide * carry_lse_strides[0] + h_wide * carry_lse_strides[1]
-        carry_lse_row = gl.load(pointers + row.to(gl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+    if outputs.carry_lse is not None:  # a row without a visible key keeps the carry's lse bit for bit
+        strides = outputs.carry_lse_strides
+        pointers = outputs.carry_lse + b * strides.batch + h * strides.head
+        carry_lse_row = gl.load(pointers + row.to(gl.int64) * strides.row, mask=row_ok, other=float("-inf"))
         lse_row = gl.where(total == MAX_CARRY_WEIGHT, carry_lse_row, lse_row)
-    pointers = lse + b_wide * lse_strides[0] + h_wide * lse_strides[1]
-    gl.store(pointers + row.to(gl.int64) * lse_strides[2], lse_row, mask=row_ok)
+    pointers = outputs.lse + b * outputs.lse_strides.batch + h * outputs.lse_strides.head
+    gl.store(pointers + row.to(gl.int64) * outputs.lse_strides.row, lse_row, mask=row_ok)
     factor = gl.where(empty, 0.0, 1 / divisor)
     first = acc[0]
     first *= gl.convert_layout(factor, gl.SliceLayout(1, first.type.layout))[:, None]
-    out += b_wide * out_strides[0] + h_wide * out_strides[2]
-    if out_tiles is None:
-        store_out_chunk(out, out_strides[1], row, row_ok, first, 0, DV)
+    out = outputs.out + (b * outputs.out_strides.batch + h * outputs.out_strides.head)
+    first_row = tile.first_row + CONSUMER_ID * 64
+    if outputs.out_tiles is None:
+        store_out_chunk(out, outputs.out_strides.row, row, row_ok, first, 0, DV)
     elif DOCUMENTS:
-        if (first_row + 64 <= tile_end) | (tile_end == num_rows):
-            store_out(first, out_tiles, b, h, first_row, o_tile)
+        if (first_row + 64 <= tile.end_row) | (tile.end_row == num_rows):
+            store_out(first, outputs.out_tiles, tile.b, tile.h, first_row, o_tile.index(CONSUMER_ID))
         else:
-            store_out_chunk(out, out_strides[1], row, row_ok, first, 0, DV)
+            store_out_chunk(out, outputs.out_strides.row, row, row_ok, first, 0, DV)
     else:
-        store_out(first, out_tiles, b, h, first_row, o_tile)
+        store_out(first, outputs.out_tiles, tile.b, tile.h, first_row, o_tile.index(CONSUMER_ID))
     if len(acc) == 2:
         second = acc[1]
         second *= gl.convert_layout(factor, gl.SliceLayout(1, second.type.layout))[:, None]
-        store_out_chunk(out, out_strides[1], row, row_ok, second, first.shape[1], DV)
+        store_out_chunk(out, outputs.out_strides.row, row, row_ok, second, first.shape[1], DV)
 
 
 @gluon.jit

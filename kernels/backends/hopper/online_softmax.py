@@ -33,7 +33,7 @@ def apply_mask(s, tile, is_partial, lo, hi, mask, columns, scale, softcap, BLOCK
     if is_partial:
         column = columns.load(gl.SliceLayout(0, s.type.layout))[None, :]
         visible = column <= (hi - tile * BLOCK_N)[:, None]  # hi is at most the last key
-        if mask[0] is not None or mask[2] is not None:
+        if mask.left is not None or mask.starts is not None:
             visible &= column >= (lo - tile * BLOCK_N)[:, None]
         s = gl.where(visible, s, float("-inf"))
     return s, factor

@@ -1,10 +1,11 @@
-"""Kernel arguments for a block: segments, mask, dropout, strides and tile sizes, in the layout of common.py."""
+"""Kernel arguments for a block: segments, mask, dropout, strides and tile sizes (see common.py)."""
 
 from typing import Any
 
 from torch import Tensor
 
 from ringspan.kernels.backends.block import Block
+from ringspan.kernels.backends.triton.common import DropoutArgument, MaskArgument, SegmentsArgument, StatsStrides, Strides
 from ringspan.kernels.dropout import threshold
 from ringspan.kernels.mask import SENTINEL, Bounds
 from ringspan.kernels.runtime.launch import Arguments
@@ -26,30 +27,37 @@ def grid_arguments(owner: str, tile_option: str, tiles: Tiles, args: dict[str, A
     """
     batch, rows, heads, _ = args[owner].shape
     options = dict(tiles)
-    strides = {f"{name}_strides": x.stride()[:3] for name, x in args.items() if isinstance(x, Tensor)}
+    strides = {f"{name}_strides": strides_argument(x) for name, x in args.items() if isinstance(x, Tensor)}
     sizes: dict[str, Any] = dict(rows=rows, num_sequences=batch * heads, num_heads=heads)
     sizes |= dict(D=args["q"].shape[-1], DV=args["v"].shape[-1])
     sizes |= dict(PRESCALED=args["scale"] <= 0)
     return -(-rows // options[tile_option]) * batch * heads, args | strides | sizes | options
 
 
-def segments_argument(segments: Segments) -> tuple[int | None, ...]:
-    """Return (start, step, count) of one or two segments, and the second segment's position of row 0.
+def strides_argument(x: Tensor | None) -> Strides | StatsStrides | None:
+    """Return the strides of a (B, S, H, D) or (B, H, S) tensor."""
+    if x is None:
+        return None
+    return Strides(*x.stride()[:3]) if x.ndim == 4 else StatsStrides(*x.stride())
 
-    Position = origin + row · step. The host computes this origin because Hopper's backward has no register left for it.
-    It may exceed 32 bits if the steps differ, and so may row · step: both wrap modulo 2³², so the sum is right.
+
+def segments_argument(segments: Segments) -> SegmentsArgument:
+    """Return one or two segments.
+
+    In the second one position = origin + row · step. The host computes this origin because Hopper's backward has no register
+    left for it. It may exceed 32 bits if the steps differ, and so may row · step: both wrap modulo 2³², so the sum is right.
     """
     assert 1 <= len(segments) <= 2
     if len(segments) == 1:
-        return (*segments[0], None, None, None, None)
-    (*first, count), (start, step, second_count) = segments
-    return (*first, count, start, step, second_count, (start - count * step + 2**31) % 2**32 - 2**31)
+        return SegmentsArgument(*segments[0], None, None, None, None)
+    first, (start, step, count) = segments
+    return SegmentsArgument(*first, start, step, count, (start - first[2] * step + 2**31) % 2**32 - 2**31)
 
 
-def mask_argument(bounds: Bounds) -> tuple[int | Tensor | None, ...]:
-    """Return the mask's tuple as common.py describes it; None for a bound that the mask does not have."""
+def mask_argument(bounds: Bounds) -> MaskArgument:
+    """Return a mask's bounds for kernels."""
     left, right, _, starts, ends, prefix = bounds
-    return (
+    return MaskArgument(
         None if left == SENTINEL else left,
         None if right == SENTINEL else right,
         starts,
@@ -66,12 +74,12 @@ def mask_and_dropout_arguments(block: Block) -> dict[str, Any]:
     return dict(mask=mask_argument(block.mask.bounds(block.q.device)), drop=dropout_argument(block))
 
 
-def dropout_argument(block: Block) -> tuple[Any, ...] | None:
-    """Return the dropout tuple as common.py describes it; None without dropout."""
+def dropout_argument(block: Block) -> DropoutArgument | None:
+    """Return the dropout for kernels; None without dropout."""
     if block.seed is None:
         return None
     seed = block.seed.contiguous()  # an expanded seed has stride 0, like a single seed
-    return seed, batch_stride(seed, 1), 1 - block.dropout, threshold(block.dropout), block.head_start
+    return DropoutArgument(seed, batch_stride(seed, 1), 1 - block.dropout, threshold(block.dropout), block.head_start)
 
 
 def batch_stride(tensor: Tensor, dims: int) -> int:

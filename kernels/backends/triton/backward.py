@@ -26,23 +26,29 @@ from ringspan.kernels.backends.triton.arguments import (
     grid_arguments,
     keys_in_quads,
     mask_and_dropout_arguments,
+    strides_argument,
 )
 from ringspan.kernels.backends.triton.common import (
     ANY_SIZE,
     LOG2E,
+    accumulate_chunks,
+    dot_transposed,
     dropout_keep,
     exponents,
     head_offset,
+    load_chunks,
     load_row_stats,
     load_tile,
     partial_tile,
     position,
     row_count,
-    store_tile,
+    scale_chunks,
+    store_chunks,
     tile_range,
     valid_rows,
     visible_keys,
     visible_queries,
+    zero_chunks,
 )
 from ringspan.kernels.backends.triton.tile_sizes import tiles_for
 from ringspan.kernels.runtime.launch import Arguments, CachedLaunch, Launch
@@ -56,8 +62,8 @@ MakeLaunches = Callable[[Block, Gradients, bool | str], Iterator[Launch]]  # for
 def attention_backward_dq(
     dout, q, k, v, lse, delta, dq, dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dq_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile of queries."""
@@ -70,53 +76,56 @@ def attention_backward_dq(
     lo, hi = visible_keys(p_q, mask, b)
     first_lo, first_hi = visible_keys(position(tile * BLOCK_M, q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, row_count(q_at)) - 1, q_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[0] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, LOW_BOUND)
 
     row_ok = valid_rows(row, q_at, mask, b)
-    q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row_ok, DV, BLOCK_DV)
+    q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
+    dout += head_offset(b, h, dout_strides)
+    dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)
     lse_row = load_row_stats(lse, row, b, h, lse_strides, row_ok) * LOG2E
     delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
     k += head_offset(b, h // GROUP, k_strides)
     v += head_offset(b, h // GROUP, v_strides)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = zero_chunks(BLOCK_M, BLOCK_D, TAIL_D)
     for i in range(0, full_begin - begin + end - full_end):
         acc = add_dq(
             acc, q_tile, dout_tile, lse_row, delta_row, k, v, partial_tile(i, begin, full_begin, full_end), p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
         )  # fmt: skip
     for i in range(full_begin, full_end):
         acc = add_dq(
             acc, q_tile, dout_tile, lse_row, delta_row, k, v, i, p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
         )  # fmt: skip
-    store_tile(dq + head_offset(b, h, dq_strides), acc * scale, row, dq_strides, row < rows, D, BLOCK_D, ADD)
+    acc = scale_chunks(acc, scale)
+    store_chunks(dq + head_offset(b, h, dq_strides), acc, row, dq_strides, row < rows, D, BLOCK_D, ADD)
 
 
 @triton.jit
 def add_dq(
     acc, q_tile, dout_tile, lse_row, delta_row, k, v, tile, p_q, lo, hi, b, h,
     k_strides, v_strides, mask, drop, k_at, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRESCALED: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to dq; return the accumulator. PARTIAL: the tile needs the mask."""
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     key_ok = None
     if PARTIAL:
         key_ok = valid_rows(key, k_at, mask, b)
-    k_tile = load_tile(k, key, k_strides, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v, key, v_strides, key_ok, DV, BLOCK_DV)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+    k_tile = load_chunks(k, key, k_strides, key_ok, D, BLOCK_D, TAIL_D)
+    v_tile = load_chunks(v, key, v_strides, key_ok, DV, BLOCK_DV, TAIL_DV)
+    s = dot_transposed(q_tile, k_tile, PRECISION)
+    dp = dot_transposed(dout_tile, v_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[:, None])
     p_k = position(key, k_at)
     if drop is not None:
-        dp = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), dp / drop[2], 0.0)
+        dp = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), dp / drop.keep_rate, 0.0)
     ds = p * (dp - delta_row[:, None])
     if softcap is not None:
         ds *= 1 - s * s
@@ -125,7 +134,7 @@ def add_dq(
         if LOW_BOUND:
             visible &= p_k[None, :] >= lo[:, None]
         ds = tl.where(visible, ds, 0.0)
-    return tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return accumulate_chunks(ds, k_tile, acc, PRECISION)
 
 
 @triton.jit(**ANY_SIZE)
@@ -133,8 +142,8 @@ def attention_backward_dkdv(
     dout, q, k, v, lse, delta, dk, dv,
     dout_strides, q_strides, k_strides, v_strides, lse_strides, delta_strides, dk_strides, dv_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile of keys. Scores are (keys, queries), so their tiles are operands of dv and dk as stored."""
@@ -147,14 +156,14 @@ def attention_backward_dkdv(
     lo, hi = visible_queries(p_k, mask, b)
     first_lo, first_hi = visible_queries(position(tile * BLOCK_N, k_at), mask, b)
     last_lo, last_hi = visible_queries(position(tl.minimum(tile * BLOCK_N + BLOCK_N, row_count(k_at)) - 1, k_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[1] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.right is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, q_at, 0, BLOCK_M, LOW_BOUND)
 
     key_ok = valid_rows(key, k_at, mask, b)
-    k_tile = load_tile(k + head_offset(b, kv_head, k_strides), key, k_strides, key_ok, D, BLOCK_D)
-    v_tile = load_tile(v + head_offset(b, kv_head, v_strides), key, v_strides, key_ok, DV, BLOCK_DV)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    k_tile = load_chunks(k + head_offset(b, kv_head, k_strides), key, k_strides, key_ok, D, BLOCK_D, TAIL_D)
+    v_tile = load_chunks(v + head_offset(b, kv_head, v_strides), key, v_strides, key_ok, DV, BLOCK_DV, TAIL_DV)
+    dk_acc = zero_chunks(BLOCK_N, BLOCK_D, TAIL_D)
+    dv_acc = zero_chunks(BLOCK_N, BLOCK_DV, TAIL_DV)
     # One flat loop over (query head, tile): in a nested loop Triton keeps k and v in registers, which then spill.
     num_partial, num_full = full_begin - begin + end - full_end, full_end - full_begin
     for i in range(0, GROUP * num_partial):
@@ -163,17 +172,18 @@ def attention_backward_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta,
             partial_tile(tile_index, begin, full_begin, full_end), p_k, lo, hi, b, kv_head * GROUP + head,
             q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
         )  # fmt: skip
     for i in range(0, GROUP * num_full):
         head, tile_index = group_step(i, num_full, GROUP)
         dk_acc, dv_acc = add_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, full_begin + tile_index, p_k, lo, hi, b,
             kv_head * GROUP + head, q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_M, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
         )  # fmt: skip
-    store_tile(dk + head_offset(b, kv_head, dk_strides), dk_acc * scale, key, dk_strides, key < rows, D, BLOCK_D, ADD)
-    store_tile(dv + head_offset(b, kv_head, dv_strides), dv_acc, key, dv_strides, key < rows, DV, BLOCK_DV, ADD)
+    dk_acc = scale_chunks(dk_acc, scale)
+    store_chunks(dk + head_offset(b, kv_head, dk_strides), dk_acc, key, dk_strides, key < rows, D, BLOCK_D, ADD)
+    store_chunks(dv + head_offset(b, kv_head, dv_strides), dv_acc, key, dv_strides, key < rows, DV, BLOCK_DV, ADD)
 
 
 @triton.jit
@@ -189,8 +199,9 @@ def group_step(i, num_tiles, GROUP: tl.constexpr):
 def add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, tile, p_k, lo, hi, b, h,
     q_strides, dout_strides, lse_strides, delta_strides, mask, drop, q_at, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_M: tl.constexpr, PRESCALED: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of queries to dk and dv; return the accumulators. PARTIAL: the tile needs the mask."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,10 +212,11 @@ def add_dkdv(
     delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
     if PARTIAL:  # delta of a row without visible keys may be NaN, and 0 · NaN is NaN
         delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
-    q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
-    dout_tile = load_tile(dout + head_offset(b, h, dout_strides), row, dout_strides, row_ok, DV, BLOCK_DV)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
+    q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
+    dout += head_offset(b, h, dout_strides)
+    dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)
+    s = dot_transposed(k_tile, q_tile, PRECISION)
+    dp = dot_transposed(v_tile, dout_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[None, :])
     p_q = position(row, q_at)
@@ -216,13 +228,13 @@ def add_dkdv(
     dropped = p
     if drop is not None:
         keep = tl.trans(dropout_keep(drop, b, h, p_q, p_k, QUADS))
-        dropped = tl.where(keep, p / drop[2], 0.0)
-        dp = tl.where(keep, dp / drop[2], 0.0)
-    dv_acc = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
+        dropped = tl.where(keep, p / drop.keep_rate, 0.0)
+        dp = tl.where(keep, dp / drop.keep_rate, 0.0)
+    dv_acc = accumulate_chunks(dropped, dout_tile, dv_acc, PRECISION)
     ds = p * (dp - delta_row[None, :])
     if softcap is not None:
         ds *= 1 - s * s
-    dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+    dk_acc = accumulate_chunks(ds, q_tile, dk_acc, PRECISION)
     return dk_acc, dv_acc
 
 
@@ -253,7 +265,8 @@ def output_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 def _row_arguments(dout: Tensor, out: Tensor, delta: Tensor) -> Arguments:
     batch, rows, heads, width = out.shape
-    args = dict(dout=dout, out=out, delta=delta, dout_strides=dout.stride()[:3], out_strides=out.stride()[:3])
+    args: dict[str, Any] = dict(dout=dout, out=out, delta=delta)
+    args |= dict(dout_strides=strides_argument(dout), out_strides=strides_argument(out))
     args |= dict(rows=rows, num_heads=heads, DV=width, BLOCK_DV=triton.next_power_of_2(width), BLOCK_M=64)
     return batch * heads * -(-rows // 64), args
 

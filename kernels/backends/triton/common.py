@@ -1,16 +1,10 @@
 """Device functions that all kernels share: positions of rows, visible keys and queries, tile ranges, loads and stores.
 
-Kernels take groups of arguments as tuples. An element that is None is a compile-time constant and costs nothing.
-
-    q_at, k_at = (start0, step0, count0, start1, step1, count1, start1 - count0 * step1)
-                 one or two segments; positions ascend with rows
-    mask       = (left, right, starts, ends, length, prefix, batch stride of starts and ends, batch stride of prefix)
-                 starts, ends: first and last position of the document at each position
-    drop       = (seed, batch stride of seed, 1 - rate, limit, head_start)
-    *_strides  = (batch, row, head) of a (B, S, H, D) tensor; columns are contiguous
+Kernels take groups of arguments as named tuples: q_at and k_at, mask, drop, *_strides. An element that is None is a
+compile-time constant and costs nothing.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,37 +24,89 @@ ANY_SIZE: Any = dict(
 )
 
 
+class SegmentsArgument(NamedTuple):
+    """One or two segments; positions ascend with rows."""
+
+    start: int
+    step: int
+    num_rows: int
+    second_start: int | None
+    second_step: int | None
+    second_num_rows: int | None
+    second_origin: int | None  # position that row 0 would have in the second segment
+
+
+class MaskArgument(NamedTuple):
+    """A mask's bounds; None for a bound that it does not have."""
+
+    left: int | None
+    right: int | None
+    starts: Any  # pointer to the first position of the document at each position
+    ends: Any  # pointer to the last one
+    length: int | None  # of starts and ends
+    prefix: Any
+    document_stride: int | None  # batch stride of starts and ends
+    prefix_stride: int | None  # batch stride of prefix
+
+
+class DropoutArgument(NamedTuple):
+    """A dropout (see dropout.py)."""
+
+    seed: Any
+    seed_stride: int  # batch stride of seed
+    keep_rate: float
+    limit: int
+    head_start: int
+
+
+class Strides(NamedTuple):
+    """Strides of a (B, S, H, D) tensor; columns are contiguous."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
+class StatsStrides(NamedTuple):
+    """Strides of a (B, H, S) tensor, such as lse."""
+
+    batch: Any
+    head: Any
+    row: Any
+
+
 @triton.jit
 def position(row, segments):
     """Global position of a local row; positions keep ascending past the last row."""
-    p = segments[0] + row * segments[1]
-    if segments[3] is not None:
-        p = tl.where(row < segments[2], p, segments[6] + row * segments[4])
+    p = segments.start + row * segments.step
+    if segments.second_start is not None:
+        p = tl.where(row < segments.num_rows, p, segments.second_origin + row * segments.second_step)
     return p
 
 
 @triton.jit
 def rows_below(p, segments):
     """Number of local rows before position p: converts an interval of positions into one of rows."""
-    n = tl.minimum((tl.maximum(p - segments[0], 0) + segments[1] - 1) // segments[1], segments[2])
-    if segments[3] is not None:
-        n += tl.minimum((tl.maximum(p - segments[3], 0) + segments[4] - 1) // segments[4], segments[5])
+    n = tl.minimum((tl.maximum(p - segments.start, 0) + segments.step - 1) // segments.step, segments.num_rows)
+    if segments.second_start is not None:
+        offset = tl.maximum(p - segments.second_start, 0)
+        n += tl.minimum((offset + segments.second_step - 1) // segments.second_step, segments.second_num_rows)
     return n
 
 
 @triton.jit
 def row_count(segments):
-    if segments[3] is not None:
-        return segments[2] + segments[5]
+    if segments.second_start is not None:
+        return segments.num_rows + segments.second_num_rows
     else:
-        return segments[2]
+        return segments.num_rows
 
 
 @triton.jit
 def valid_rows(row, segments, mask, b):
     """Mask of rows that exist and are not padding. Padding may hold NaN, and 0 · NaN is NaN, so it is never loaded."""
     ok = row < row_count(segments)
-    if mask[2] is not None:
+    if mask.starts is not None:
         first, last = document_interval(position(row, segments), mask, b)
         ok &= first <= last
     return ok
@@ -69,11 +115,11 @@ def valid_rows(row, segments, mask, b):
 @triton.jit
 def document_interval(p, mask, b):
     """First and last position of the document at p; past the end an empty interval, whose bounds keep ascending."""
-    length = mask[4]
+    length = mask.length
     inside = (p >= 0) & (p < length)
-    row = b.to(tl.int64) * mask[6]
-    first = tl.load(mask[2] + row + p, mask=inside, other=0)
-    last = tl.load(mask[3] + row + p, mask=inside, other=-1)
+    row = b.to(tl.int64) * mask.document_stride
+    first = tl.load(mask.starts + row + p, mask=inside, other=0)
+    last = tl.load(mask.ends + row + p, mask=inside, other=-1)
     return tl.where(p >= length, length, first), tl.where(p >= length, length - 1, last)
 
 
@@ -82,14 +128,14 @@ def visible_keys(p, mask, b):
     """First and last position, lo and hi, of the keys visible to the query at p."""
     lo = p * 0
     hi = p * 0 + MAX_POSITION
-    if mask[2] is not None:
+    if mask.starts is not None:
         lo, hi = document_interval(p, mask, b)
-    if mask[0] is not None:
-        lo = tl.maximum(lo, p - mask[0])
-    if mask[1] is not None:
-        limit = p + mask[1]
-        if mask[5] is not None:
-            limit = tl.maximum(limit, tl.load(mask[5] + b * mask[7]) - 1)
+    if mask.left is not None:
+        lo = tl.maximum(lo, p - mask.left)
+    if mask.right is not None:
+        limit = p + mask.right
+        if mask.prefix is not None:
+            limit = tl.maximum(limit, tl.load(mask.prefix + b * mask.prefix_stride) - 1)
         hi = tl.minimum(hi, limit)
     return lo, hi
 
@@ -99,14 +145,14 @@ def visible_queries(p, mask, b):
     """First and last position, lo and hi, of the queries to which the key at p is visible."""
     lo = p * 0 + MIN_POSITION
     hi = p * 0 + MAX_POSITION
-    if mask[2] is not None:
+    if mask.starts is not None:
         lo, hi = document_interval(p, mask, b)
-    if mask[0] is not None:
-        hi = tl.minimum(hi, p + mask[0])
-    if mask[1] is not None:
-        limit = p - mask[1]
-        if mask[5] is not None:
-            limit = tl.where(p < tl.load(mask[5] + b * mask[7]), MIN_POSITION, limit)
+    if mask.left is not None:
+        hi = tl.minimum(hi, p + mask.left)
+    if mask.right is not None:
+        limit = p - mask.right
+        if mask.prefix is not None:
+            limit = tl.where(p < tl.load(mask.prefix + b * mask.prefix_stride), MIN_POSITION, limit)
         lo = tl.maximum(lo, limit)
     return lo, hi
 
@@ -139,14 +185,14 @@ def partial_tile(i, begin, full_begin, full_end):
 @triton.jit
 def head_offset(b, h, strides):
     """Offset of a head. The hint allows loads of 16 bytes: Triton detects only strides that are multiples of 16."""
-    return tl.multiple_of(b * strides[0] + h * strides[2], ALIGN)
+    return tl.multiple_of(b * strides.batch + h * strides.head, ALIGN)
 
 
 @triton.jit
 def load_tile(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load (rows, BLOCK); row_ok is None if every row exists. Offsets have 64 bits because they may exceed 2³¹."""
     columns = tl.arange(0, BLOCK)
-    pointers = ptr + tl.multiple_of(rows.to(tl.int64) * strides[1], ALIGN)[:, None] + columns[None, :]
+    pointers = ptr + tl.multiple_of(rows.to(tl.int64) * strides.row, ALIGN)[:, None] + columns[None, :]
     if WIDTH != BLOCK:
         if row_ok is not None:
             return tl.load(pointers, mask=row_ok[:, None] & (columns < WIDTH)[None, :], other=0.0)
@@ -163,7 +209,7 @@ def load_tile(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constex
 def store_tile(ptr, value, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """Store (rows, BLOCK), or add to memory without atomics."""
     columns = tl.arange(0, BLOCK)
-    pointers = ptr + rows.to(tl.int64)[:, None] * strides[1] + columns[None, :]
+    pointers = ptr + rows.to(tl.int64)[:, None] * strides.row + columns[None, :]
     ok = row_ok[:, None] & (columns < WIDTH)[None, :]
     if ADD:
         value += tl.load(pointers, mask=ok, other=0.0)
@@ -171,9 +217,66 @@ def store_tile(ptr, value, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def load_chunks(ptr, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """Load (rows, WIDTH) as a tuple of chunks with BLOCK and, unless TAIL is 0, TAIL columns."""
+    if TAIL == 0:
+        return (load_tile(ptr, rows, strides, row_ok, WIDTH, BLOCK),)
+    else:
+        first = load_tile(ptr, rows, strides, row_ok, BLOCK, BLOCK)
+        return first, load_tile(ptr + BLOCK, rows, strides, row_ok, WIDTH - BLOCK, TAIL)
+
+
+@triton.jit
+def store_chunks(ptr, values, rows, strides, row_ok, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """Store chunks, or add them to memory without atomics."""
+    store_tile(ptr, values[0], rows, strides, row_ok, WIDTH, BLOCK, ADD)
+    if len(values) == 2:
+        store_tile(ptr + BLOCK, values[1], rows, strides, row_ok, WIDTH - BLOCK, values[1].shape[1], ADD)
+
+
+@triton.jit
+def zero_chunks(ROWS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """Return accumulators of BLOCK and TAIL columns."""
+    first = tl.zeros([ROWS, BLOCK], tl.float32)
+    if TAIL == 0:
+        return (first,)
+    else:
+        return first, tl.zeros([ROWS, TAIL], tl.float32)
+
+
+@triton.jit
+def scale_chunks(chunks, factor):
+    """Multiply chunks by a factor, which may be one per row."""
+    if len(chunks) == 1:
+        return (chunks[0] * factor,)
+    else:
+        return chunks[0] * factor, chunks[1] * factor
+
+
+@triton.jit
+def dot_transposed(left, right, PRECISION: tl.constexpr):
+    """Return left · rightᵀ, the sum over all chunks of columns."""
+    product = tl.dot(left[0], tl.trans(right[0]), input_precision=PRECISION)
+    if len(left) == 2:
+        product = tl.dot(left[1], tl.trans(right[1]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def accumulate_chunks(weights, right, acc, PRECISION: tl.constexpr):
+    """Return acc + weights · right for each chunk of columns."""
+    weights = weights.to(right[0].dtype)
+    first = tl.dot(weights, right[0], acc[0], input_precision=PRECISION)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return first, tl.dot(weights, right[1], acc[1], input_precision=PRECISION)
+
+
+@triton.jit
 def load_row_stats(ptr, rows, b, h, strides, row_ok):
-    """Load rows of lse or delta (B, H, S); strides in this order."""
-    pointers = ptr + b * strides[0] + h * strides[1] + rows.to(tl.int64) * strides[2]
+    """Load rows of lse or delta (B, H, S)."""
+    pointers = ptr + b * strides.batch + h * strides.head + rows.to(tl.int64) * strides.row
     if row_ok is not None:
         return tl.load(pointers, mask=row_ok, other=0.0)
     else:
@@ -183,9 +286,9 @@ def load_row_stats(ptr, rows, b, h, strides, row_ok):
 @triton.jit
 def dropout_keep(drop, b, h, p_q, p_k, QUADS: tl.constexpr):
     """Mask of the weights that dropout keeps. With one seed per sequence the batch index is 0 (see dropout.py)."""
-    seed = tl.load(drop[0] + b * drop[1])
-    batch = tl.where(drop[1] == 0, b, 0).to(tl.int32)
-    return keep_tile(seed, drop[3], batch, (h + drop[4]).to(tl.int32), p_q[:, None], p_k[None, :], QUADS)
+    seed = tl.load(drop.seed + b * drop.seed_stride)
+    batch = tl.where(drop.seed_stride == 0, b, 0).to(tl.int32)
+    return keep_tile(seed, drop.limit, batch, (h + drop.head_start).to(tl.int32), p_q[:, None], p_k[None, :], QUADS)
 
 
 @triton.jit

@@ -30,17 +30,21 @@ from ringspan.kernels.backends.triton.common import (
     ANY_SIZE,
     LN2,
     LOG2E,
+    accumulate_chunks,
+    dot_transposed,
     dropout_keep,
     exponents,
     head_offset,
-    load_tile,
+    load_chunks,
     partial_tile,
     position,
     row_count,
-    store_tile,
+    scale_chunks,
+    store_chunks,
     tile_range,
     valid_rows,
     visible_keys,
+    zero_chunks,
 )
 from ringspan.kernels.backends.triton.tile_sizes import tiles_for
 from ringspan.kernels.runtime.launch import Arguments, Launch
@@ -53,8 +57,8 @@ def attention_forward(
     q, k, v, out, lse, carry_out, carry_lse,
     q_strides, k_strides, v_strides, out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, drop, q_at, k_at, rows, num_sequences, num_heads, group, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse of one tile of queries."""
@@ -70,34 +74,34 @@ def attention_forward(
     lo, hi = visible_keys(p_q, mask, b)
     first_lo, first_hi = visible_keys(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
-    LOW_BOUND: tl.constexpr = mask[0] is not None or mask[2] is not None
+    LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
     begin, full_begin, full_end, end = tile_range(first_lo, last_lo, first_hi, last_hi, k_at, 0, BLOCK_N, LOW_BOUND)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    q_tile = load_tile(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D)
+    acc = zero_chunks(BLOCK_M, BLOCK_DV, TAIL_DV)
+    q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
     k += head_offset(b, h // group, k_strides)
     v += head_offset(b, h // group, v_strides)
     for i in range(0, full_begin - begin + end - full_end):
         acc, m, total = attend(
             acc, m, total, q_tile, k, v, partial_tile(i, begin, full_begin, full_end), p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, True,
         )  # fmt: skip
     for i in range(full_begin, full_end):
         acc, m, total = attend(
             acc, m, total, q_tile, k, v, i, p_q, lo, hi, b, h,
             k_strides, v_strides, mask, drop, k_at, scale, softcap,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
+            D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, PRESCALED, QUADS, PRECISION, LOW_BOUND, False,
         )  # fmt: skip
 
     carry_lse_row = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if carry_lse is not None:
         # Merged last, in fp32. Merged first, the carry's lse instead of a score would be the row's largest exponent, and
         # the row's largest weight would be rounded to 16 bits instead of being exactly 1.
-        carry_lse += b * carry_lse_strides[0] + h * carry_lse_strides[1]
-        carry_lse_row = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides[2], mask=row_ok, other=float("-inf"))
+        carry_lse += b * carry_lse_strides.batch + h * carry_lse_strides.head
+        carry_lse_row = tl.load(carry_lse + row.to(tl.int64) * carry_lse_strides.row, mask=row_ok, other=float("-inf"))
         carry_exponent = carry_lse_row * LOG2E
         new_max = tl.maximum(m, carry_exponent)
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -105,36 +109,36 @@ def attention_forward(
         weight = tl.where(carry_exponent == safe_max, 1.0, tl.exp2(carry_exponent - safe_max))
         rescale = tl.exp2(m - safe_max)
         total = total * rescale + weight
-        acc *= rescale[:, None]
+        acc = scale_chunks(acc, rescale[:, None])
         if carry_out is not None:
-            carry_tile = load_tile(
-                carry_out + head_offset(b, h, carry_out_strides), row, carry_out_strides, row_ok, DV, BLOCK_DV
-            )
-            acc += weight[:, None] * carry_tile
+            carry_out += head_offset(b, h, carry_out_strides)
+            carry = load_chunks(carry_out, row, carry_out_strides, row_ok, DV, BLOCK_DV, TAIL_DV)
+            acc = add_chunks(acc, scale_chunks(carry, weight[:, None]))
         m = new_max
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
-    acc = tl.where(empty[:, None], 0.0, acc / divisor[:, None])
+    acc = divide_rows(acc, empty, divisor)
     # a row without a visible key keeps the carry's lse bit for bit, which conversion to base 2 and back would not
     lse_row = tl.where((m == carry_lse_row * LOG2E) & (total == 1), carry_lse_row, m * LN2 + tl.log(divisor))
     lse_row = tl.where(empty, float("-inf"), lse_row)
-    tl.store(lse + b * lse_strides[0] + h * lse_strides[1] + row.to(tl.int64) * lse_strides[2], lse_row, mask=row_ok)
-    store_tile(out + head_offset(b, h, out_strides), acc, row, out_strides, row_ok, DV, BLOCK_DV, False)
+    tl.store(lse + b * lse_strides.batch + h * lse_strides.head + row.to(tl.int64) * lse_strides.row, lse_row, mask=row_ok)
+    store_chunks(out + head_offset(b, h, out_strides), acc, row, out_strides, row_ok, DV, BLOCK_DV, False)
 
 
 @triton.jit
 def attend(
     acc, m, total, q_tile, k, v, tile, p_q, lo, hi, b, h, k_strides, v_strides, mask, drop, k_at, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRESCALED: tl.constexpr, QUADS: tl.constexpr, PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRESCALED: tl.constexpr, QUADS: tl.constexpr,
+    PRECISION: tl.constexpr, LOW_BOUND: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over a tile of keys. PARTIAL: the tile needs the mask."""
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     key_ok = None
     if PARTIAL:
         key_ok = valid_rows(key, k_at, mask, b)
-    k_tile = load_tile(k, key, k_strides, key_ok, D, BLOCK_D)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    k_tile = load_chunks(k, key, k_strides, key_ok, D, BLOCK_D, TAIL_D)
+    s = dot_transposed(q_tile, k_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p_k = position(key, k_at)
     if PARTIAL:
@@ -150,10 +154,29 @@ def attend(
     rescale = tl.exp2(m - m_safe)
     total = total * rescale + tl.sum(p, 1)
     if drop is not None:
-        p = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), p / drop[2], 0.0)
-    v_tile = load_tile(v, key, v_strides, key_ok, DV, BLOCK_DV)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        p = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), p / drop.keep_rate, 0.0)
+    v_tile = load_chunks(v, key, v_strides, key_ok, DV, BLOCK_DV, TAIL_DV)
+    acc = accumulate_chunks(p, v_tile, scale_chunks(acc, rescale[:, None]), PRECISION)
     return acc, m_new, total
+
+
+@triton.jit
+def add_chunks(left, right):
+    """Return left + right."""
+    if len(left) == 1:
+        return (left[0] + right[0],)
+    else:
+        return left[0] + right[0], left[1] + right[1]
+
+
+@triton.jit
+def divide_rows(acc, empty, divisor):
+    """Return acc / divisor; 0 in empty rows."""
+    first = tl.where(empty[:, None], 0.0, acc[0] / divisor[:, None])
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return first, tl.where(empty[:, None], 0.0, acc[1] / divisor[:, None])
 
 
 def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> None:

@@ -5,7 +5,7 @@ The query heads that share a KV head are the rows of one tile, so keys are loade
 time. Each split writes its own out and lse; the caller merges the splits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +13,31 @@ from torch import Tensor
 
 from ringspan.kernels.backends.triton.common import LN2, exponents
 from ringspan.kernels.runtime.launch import Arguments, Launch
+
+
+class QueryStrides(NamedTuple):
+    """Strides of q."""
+
+    sequence: int
+    head: int
+    column: int
+
+
+class PageStrides(NamedTuple):
+    """Strides of pages of keys or values."""
+
+    page: int
+    slot: int
+    head: int
+    column: int
+
+
+class SplitStrides(NamedTuple):
+    """Strides of out and lse; columns and, in lse, heads are contiguous."""
+
+    sequence: int
+    split: int
+    head: int
 
 
 @triton.jit(do_not_specialize=("kv_heads", "group", "splits", "window", "table_stride"))
@@ -36,10 +61,10 @@ def paged_forward(
     row = tl.arange(0, GROUP)
     columns, v_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     heads = head * group + row
-    queries = q + b * q_strides[0] + heads[:, None] * q_strides[1] + columns[None, :] * q_strides[2]
+    queries = q + b * q_strides.sequence + heads[:, None] * q_strides.head + columns[None, :] * q_strides.column
     q_tile = tl.load(queries, mask=(row < group)[:, None] & (columns < D)[None, :], other=0.0)
-    keys += head * k_strides[2]
-    values += head * v_strides[2]
+    keys += head * k_strides.head
+    values += head * v_strides.head
 
     m = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -49,7 +74,7 @@ def paged_forward(
         slot = tl.arange(0, PAGE)
         position = page * PAGE + slot
         visible = (position >= first_key) & (position < length)
-        k_offsets = page_index * k_strides[0] + slot[:, None] * k_strides[1] + columns[None, :] * k_strides[3]
+        k_offsets = page_index * k_strides.page + slot[:, None] * k_strides.slot + columns[None, :] * k_strides.column
         k_tile = tl.load(keys + k_offsets, mask=visible[:, None] & (columns < D)[None, :], other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         s, factor = exponents(s, scale, softcap, True)
@@ -58,7 +83,7 @@ def paged_forward(
         p = tl.exp2(s * factor - m_new[:, None])
         rescale = tl.exp2(m - m_new)
         total = total * rescale + tl.sum(p, 1)
-        v_offsets = page_index * v_strides[0] + slot[:, None] * v_strides[1] + v_columns[None, :] * v_strides[3]
+        v_offsets = page_index * v_strides.page + slot[:, None] * v_strides.slot + v_columns[None, :] * v_strides.column
         v_tile = tl.load(values + v_offsets, mask=visible[:, None] & (v_columns < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         m = m_new
@@ -66,9 +91,9 @@ def paged_forward(
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     lse_row = tl.where(empty, float("-inf"), m * LN2 + tl.log(tl.where(empty, 1.0, total)))
-    out_offsets = b * out_strides[0] + split * out_strides[1] + heads[:, None] * out_strides[2] + v_columns[None, :]
+    out_offsets = b * out_strides.sequence + split * out_strides.split + heads[:, None] * out_strides.head + v_columns[None, :]
     tl.store(out + out_offsets, acc, mask=(row < group)[:, None] & (v_columns < DV)[None, :])
-    tl.store(lse + b * lse_strides[0] + split * lse_strides[1] + heads, lse_row, mask=row < group)
+    tl.store(lse + b * lse_strides.sequence + split * lse_strides.split + heads, lse_row, mask=row < group)
 
 
 def launch(
@@ -100,9 +125,10 @@ def launch(
 def _arguments(**args: Any) -> Arguments:
     q, values, out = args["q"], args["values"], args["out"]
     (batch, heads, width), (_, page, kv_heads, v_width), splits = q.shape, values.shape, out.shape[1]
-    names = dict(q="q", k="keys", v="values", out="out", lse="lse")
-    args |= {f"{name}_strides": args[tensor].stride() for name, tensor in names.items()}
-    args |= dict(table_stride=args["table"].stride(0), kv_heads=kv_heads, group=heads // kv_heads, splits=splits)
+    args |= dict(q_strides=QueryStrides(*q.stride()), k_strides=PageStrides(*args["keys"].stride()))
+    args |= dict(v_strides=PageStrides(*values.stride()), out_strides=SplitStrides(*out.stride()[:3]))
+    args |= dict(lse_strides=SplitStrides(*args["lse"].stride()), table_stride=args["table"].stride(0))
+    args |= dict(kv_heads=kv_heads, group=heads // kv_heads, splits=splits)
     args |= dict(D=width, DV=v_width, BLOCK_D=triton.next_power_of_2(width), BLOCK_DV=triton.next_power_of_2(v_width))
     args |= dict(GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page, num_warps=4)
     return batch * kv_heads * splits, args

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringspan.kernels.backends.triton.arguments import strides_argument
 from ringspan.kernels.backends.triton.common import ANY_SIZE, head_offset, load_tile, store_tile
 from ringspan.kernels.runtime.launch import Arguments, Launch
 from ringspan.kernels.tensors import is_aligned
@@ -38,22 +39,32 @@ class Summand(NamedTuple):
         return slice(self.row, self.row + self.grads.shape[0]), slice(self.head, self.head + self.grads.shape[2])
 
 
+class Operand(NamedTuple):
+    """A summand within the kernel."""
+
+    grads: Any
+    strides: Any
+    row: Any
+    row_end: Any
+    head: Any
+    head_end: Any
+
+
 @triton.jit
-def load_summand(summand, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_summand(x, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load (rows, BLOCK) of one summand; zeros outside of its rows and heads."""
-    x, strides, first_row, row_end, first_head, head_end = summand
-    inside = (row >= first_row) & (row < row_end) & (h >= first_head) & (h < head_end)
-    x += column + head_offset(b, h - first_head, strides)
-    return load_tile(x, row - first_row, strides, inside, WIDTH, BLOCK)
+    inside = (row >= x.row) & (row < x.row_end) & (h >= x.head) & (h < x.head_end)
+    grads = x.grads + (column + head_offset(b, h - x.head, x.strides))
+    return load_tile(grads, row - x.row, x.strides, inside, WIDTH, BLOCK)
 
 
 @triton.jit
 def sum_tile(x0, x1, x2, b, h, row, column: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Sum up to three summands over one tile, WIDTH columns from `column` on."""
     value = load_summand(x0, b, h, row, column, WIDTH, BLOCK)
-    if x1[0] is not None:
+    if x1.grads is not None:
         value += load_summand(x1, b, h, row, column, WIDTH, BLOCK)
-    if x2[0] is not None:
+    if x2.grads is not None:
         value += load_summand(x2, b, h, row, column, WIDTH, BLOCK)
     return value
 
@@ -69,9 +80,9 @@ def sum_and_cast(
     head, tile = tl.program_id(0) // tl.cdiv(rows, BLOCK_M), tl.program_id(0) % tl.cdiv(rows, BLOCK_M)
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    x0 = (x0, x0_strides, x0_row, x0_row_end, x0_head, x0_head_end)
-    x1 = (x1, x1_strides, x1_row, x1_row_end, x1_head, x1_head_end)
-    x2 = (x2, x2_strides, x2_row, x2_row_end, x2_head, x2_head_end)
+    x0 = Operand(x0, x0_strides, x0_row, x0_row_end, x0_head, x0_head_end)
+    x1 = Operand(x1, x1_strides, x1_row, x1_row_end, x1_head, x1_head_end)
+    x2 = Operand(x2, x2_strides, x2_row, x2_row_end, x2_head, x2_head_end)
     value = sum_tile(x0, x1, x2, b, h, row, 0, D, BLOCK_D)
     store_tile(dk + head_offset(b, h, dk_strides), value, row, dk_strides, row < rows, D, BLOCK_D, False)
     value = sum_tile(x0, x1, x2, b, h, row, D, DV, BLOCK_DV)
@@ -121,9 +132,11 @@ def launch(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> Launch:
 
 def _arguments(x0: Tensor, x1: Tensor | None, x2: Tensor | None, dk: Tensor, dv: Tensor, **extents: int) -> Arguments:
     batch, rows, heads, width = dk.shape
-    args: dict[str, Any] = dict(x0=x0, x1=x1, x2=x2, dk=dk, dv=dv, dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3])
+    args: dict[str, Any] = dict(
+        x0=x0, x1=x1, x2=x2, dk=dk, dv=dv, dk_strides=strides_argument(dk), dv_strides=strides_argument(dv)
+    )
     for name, x in zip(OPERANDS, (x0, x1, x2), strict=True):
-        args[f"{name}_strides"] = None if x is None else x.transpose(0, 1).stride()[:3]
+        args[f"{name}_strides"] = None if x is None else strides_argument(x.transpose(0, 1))
     args |= dict(rows=rows, num_heads=heads, D=width, DV=dv.shape[3], BLOCK_M=BLOCK_M, **extents)
     args |= dict(BLOCK_D=triton.next_power_of_2(width), BLOCK_DV=triton.next_power_of_2(dv.shape[3]))
     return batch * heads * -(-rows // BLOCK_M), args

@@ -1,9 +1,11 @@
 """Tile sizes of the portable kernels, by kernel, head dim and chip.
 
-Sizes are powers of two, at least 16. `ringspan bench tune` measured HOPPER on an H200. The other tables are not measured:
-they hold the largest tiles that compile with few or no register spills; tests/kernels/runtime/ahead.py checks that.
+Sizes are powers of two, at least 16. A head dim above 64 may be a sum of two. `ringspan bench tune` measured HOPPER on an
+H200. The other tables are not measured: they hold the largest tiles that compile with few or no register spills;
+tests/kernels/runtime/ahead.py checks that.
 """
 
+import functools
 from typing import Any
 
 import triton
@@ -47,12 +49,30 @@ def tiles_for(kernel: str, q: Tensor, v: Tensor, extras: bool) -> dict[str, Any]
         large = AMPERE if extras else HOPPER  # Philox and tanh need registers and shared memory
         table = {"sm_80": AMPERE, "sm_90": large, "sm_100": AMPERE}.get(chip_name, SMALL)
     block_m, block_n, warps, stages = next(tiles for limit, tiles in table[kernel].items() if width <= limit)
+    # Two chunks need more registers than one padded block where matmuls read operands from them: the tiles below would spill.
+    in_chunks = table is not FP32 and (chip_name != "sm_80" or width <= 128)
+    (block_d, tail_d), (block_dv, tail_dv) = (chunks(x.shape[-1]) if in_chunks else padded(x.shape[-1]) for x in (q, v))
     return dict(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(q.shape[-1])),
-        BLOCK_DV=max(16, triton.next_power_of_2(v.shape[-1])),
+        BLOCK_D=block_d,
+        TAIL_D=tail_d,
+        BLOCK_DV=block_dv,
+        TAIL_DV=tail_dv,
         PRECISION="ieee" if chip_name.startswith("gfx") else "tf32x3",
         num_warps=warps,
         num_stages=stages,
     )
+
+
+def padded(width: int) -> tuple[int, int]:
+    """Return the columns of one block for a head dim, and 0."""
+    return max(16, triton.next_power_of_2(width)), 0
+
+
+@functools.cache
+def chunks(width: int) -> tuple[int, int]:
+    """Return the columns of two chunks of a head dim, such as 96 = 64 + 32, or of one block that is not wider."""
+    block = triton.next_power_of_2(width) // 2
+    tail = max(16, triton.next_power_of_2(width - block))
+    return (block, tail) if block >= 64 and tail < block else padded(width)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringspan import Mask
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.tensors import accumulation_dtype
 from tests.kernels.helpers.dense import Case
 
@@ -97,7 +99,7 @@ CASES = [
     Case("strided", layout="strided", causal=True, width=24),
 ]
 
-# Head dims of q and k, and of v, that the Hopper kernels compute in two chunks, each with some of the masks.
+# Head dims of q and k, and of v, that kernels compute in two chunks, each with some of the masks.
 CHUNKED = [(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (192, 192), (64, 96), (128, 80)]
 CHUNKED_CASES = [
     replace(case, name=f"{case}-{width}-{v_width}", width=width, v_width=v_width)
@@ -124,3 +126,25 @@ def random_inputs(dtype: torch.dtype, device: str, length: int = LENGTH, heads: 
 def gradient_sums(*like: Tensor, begin: float = 0.0) -> list[Tensor]:
     """Tensors of these shapes in the accumulation dtype, filled with `begin`."""
     return [torch.full_like(x, begin, dtype=accumulation_dtype(x.dtype)) for x in like]
+
+
+def two_blocks(head_dims: tuple[int, int], backend: str, device: str, rows: int = 200) -> list[Tensor]:
+    """out, lse, dq, dk and dv of a softmax carried over two blocks of keys; two query heads per key head."""
+    torch.manual_seed(0)
+    border, mask = rows // 3, Mask(causal=True)
+    sizes = (4, head_dims[0]), (2, head_dims[0]), (2, head_dims[1]), (4, head_dims[1])
+    q, k, v, dout = (torch.randn(1, rows, *size, dtype=torch.bfloat16, device=device) for size in sizes)
+    if backend == "reference":
+        q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    carry = None
+    for begin, end in ((0, border), (border, rows)):
+        at = [(0, 1, rows)], [(begin, 1, end - begin)]
+        carry = block_forward(q, k[:, begin:end], v[:, begin:end], mask, *at, carry, end == rows, backend=backend)
+    out, lse = carry
+    sums = [torch.zeros(x.shape, device=device) for x in (q, k, v)]
+    delta = output_delta(dout, out)
+    for begin, end in ((0, border), (border, rows)):
+        at = [(0, 1, rows)], [(begin, 1, end - begin)]
+        dk, dv = (x[:, begin:end] for x in sums[1:])
+        block_backward(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, mask, *at, sums[0], dk, dv, backend=backend)
+    return [out, lse, *sums]

@@ -52,9 +52,12 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 }
 ALL_CHIPS = ("d128-causal", "d64-causal")
 # Portable kernels are the same without a mask, with ordered sums and with fp32 results; with documents they are d128-ring's.
-# They pad head dims that the Hopper kernels compute in two chunks.
+# Of head dims in two chunks they compile d96-causal and d192-128.
 CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d160-causal", "d192-128-ring")
-ONLY_GLUON = ("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered", *CHUNKED)
+ONLY_GLUON = (
+    *("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered"),
+    *(name for name in CHUNKED if name != "d96-causal"),
+)
 SM_90 = tuple(name for name in CONFIGURATIONS if name not in ONLY_GLUON)
 # Gluon has no fp32 and no dropout. d128-full differs from d128-causal in the forward only, d128-ordered in the backward only.
 GLUON_BOTH = tuple(name for name in CONFIGURATIONS if name not in ("d128-fp32", "d128-full", "d128-ordered", "d128-dropout"))

@@ -12,10 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringspan import Mask
 from ringspan.kernels.backends.hopper import common as hopper_common
 from ringspan.kernels.backends.hopper import forward_producer as forward_producer
+from ringspan.kernels.backends.hopper.argument_tuples import QueryWork
 from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent_heads
 from ringspan.kernels.backends.hopper.backward_dq import staggered_layout
 from ringspan.kernels.backends.hopper.common import tma_readable
-from ringspan.kernels.backends.triton.arguments import mask_argument
+from ringspan.kernels.backends.triton.arguments import mask_argument, segments_argument
 from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 from tests.kernels.backends.hopper.emulator.values import EmulatedTensor
 
@@ -109,7 +110,7 @@ def test_tiles_are_scheduled_once_and_heaviest_first(
 def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: int) -> None:
     """Each row is in one tile. Full tiles of a document see no other document, and only their last key tile is partial."""
     mask, total, keys = Mask.from_lengths(lengths, causal=True), sum(lengths), 128
-    at, num_tiles = (0, 1, total, None, None, None), -(-total // rows)
+    at, num_tiles = segments_argument(((0, 1, total),)), -(-total // rows)
     machine = EmulatedGPU(seed=0, num_blocks=1, overrides={})
     work_piece = machine.translate(forward_producer.work_piece)
     visible_key_tiles = machine.translate(forward_producer.visible_key_tiles)
@@ -123,7 +124,7 @@ def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: i
                 tiles[int(row)] = tuple(int(x) for x in (tile_end, *key_tiles))
                 row = tile_end
 
-    machine.run(collect_tiles, dict(work=(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
+    machine.run(collect_tiles, dict(work=QueryWork(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
     ends = sorted(tile_end for tile_end, *_ in tiles.values())
     assert [0, *ends] == [*sorted(tiles), total]
     assert all(row < tile_end <= row + rows for row, (tile_end, *_) in tiles.items())

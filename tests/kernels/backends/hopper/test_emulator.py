@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a slot is never freed": (dict(arrive_per_thread=lambda barrier: None), "all tasks wait: .*consume .* phase 1 of"),
     "no wait for a matmul": (dict(warpgroup_mma_wait=lambda pending, deps: deps[0]), "before it was waited for"),
     "a turn is never passed on": (dict(pass_turn=lambda *_: None), "for another number in memory"),
-    "out of bounds": (dict(row_count=lambda segments: segments[2] + 1), r"outside of a tensor's \d+ elements"),
+    "out of bounds": (dict(row_count=lambda segments: segments.num_rows + 1), r"outside of a tensor's \d+ elements"),
 }
 
 
@@ -68,13 +68,12 @@ def arrive_before_fence(full):
 @gluon.jit
 def pass_turn_early(dq_turns, h, row):
     """Pass the turn before the sums are in memory."""
-    turns, stride, own_turn, _prev_end = dq_turns
-    gl.atomic_xchg(turns + h * stride + row // 64, own_turn + 1, sem="release")
+    gl.atomic_xchg(dq_turns.counters + h * dq_turns.stride + row // 64, dq_turns.own_turn + 1, sem="release")
 
 
 @gluon.jit
 def ignore_turns(dq_turns, h, row):
-    return dq_turns[2]
+    return dq_turns.own_turn
 
 
 def orders(monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> list[torch.Tensor]:

@@ -10,13 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from ringspan import Mask
 from ringspan.kernels.backends.hopper.backward_consumer import store_columns as store_gradients
 from ringspan.kernels.backends.hopper.chunks import accumulate_chunk
 from ringspan.kernels.backends.hopper.forward_outputs import load_carry_chunk as load_carry
 from ringspan.kernels.backends.hopper.forward_outputs import store_out_chunk as store_out
 from ringspan.kernels.backends.hopper.tile_sizes import chunks
-from ringspan.kernels.blocks import block_backward, block_forward, output_delta
+from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.runtime.triton_compat import tma_load
 from tests.conftest import HAS_GPU
 from tests.kernels.backends.hopper.emulator import emulate
@@ -24,7 +23,7 @@ from tests.kernels.backends.hopper.emulator.language import Language
 from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 from tests.kernels.backends.hopper.emulator.memory import Barrier
 from tests.kernels.backends.test_backends import check_case
-from tests.kernels.helpers.cases import CHUNKED, CHUNKED_CASES
+from tests.kernels.helpers.cases import CHUNKED, CHUNKED_CASES, two_blocks
 from tests.kernels.helpers.dense import Case
 from tests.kernels.runtime.ahead import CHIPS
 
@@ -44,28 +43,6 @@ def test_masks_with_head_dims_in_chunks(case: Case, poisoned_memory: None, monke
     seed = zlib.crc32(str(case).encode())
     emulate(monkeypatch, seed, resident=1 + seed % 4)
     check_case(case.grown(3), "hopper", torch.bfloat16 if seed % 3 else torch.float16, "cpu")
-
-
-def two_blocks(head_dims: tuple[int, int], backend: str, device: str) -> list[torch.Tensor]:
-    """out, lse, dq, dk and dv of a softmax carried over two blocks of keys; two query heads per key head."""
-    torch.manual_seed(0)
-    rows, border, mask = 200, 70, Mask(causal=True)
-    sizes = (4, head_dims[0]), (2, head_dims[0]), (2, head_dims[1]), (4, head_dims[1])
-    q, k, v, dout = (torch.randn(1, rows, *size, dtype=torch.bfloat16, device=device) for size in sizes)
-    if backend == "reference":
-        q, k, v, dout = (x.float() for x in (q, k, v, dout))
-    carry = None
-    for begin, end in ((0, border), (border, rows)):
-        at = [(0, 1, rows)], [(begin, 1, end - begin)]
-        carry = block_forward(q, k[:, begin:end], v[:, begin:end], mask, *at, carry, end == rows, backend=backend)
-    out, lse = carry
-    sums = [torch.zeros(x.shape, device=device) for x in (q, k, v)]
-    delta = output_delta(dout, out)
-    for begin, end in ((0, border), (border, rows)):
-        at = [(0, 1, rows)], [(begin, 1, end - begin)]
-        dk, dv = (x[:, begin:end] for x in sums[1:])
-        block_backward(dout, q, k[:, begin:end], v[:, begin:end], lse, delta, mask, *at, sums[0], dk, dv, backend=backend)
-    return [out, lse, *sums]
 
 
 @pytest.mark.hopper

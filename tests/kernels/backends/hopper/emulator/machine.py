@@ -116,7 +116,8 @@ class EmulatedGPU:
     def argument(self, x: Any) -> Any:
         """Return a kernel argument as the emulated kernel sees it."""
         if isinstance(x, tuple):
-            return tuple(self.argument(y) for y in x)
+            values = [self.argument(y) for y in x]
+            return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
         return Pointer.to(x) if isinstance(x, Tensor) else Descriptor(x) if isinstance(x, TensorDescriptor) else x
 
     def translate(self, value: Any) -> Any:
