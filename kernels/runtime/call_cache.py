@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.segments import Segment, Segments
+from ringspan.kernels.tensors import tensor_signature
 
 # forward: (q, k, v, bounds of the mask, carry, out, lse); backward: (q, k, v, bounds, gradients)
 Replay = Callable[..., Any]
@@ -51,16 +51,7 @@ def lookup(key: Any, validate: Callable[[], Positions]) -> CachedCall:
 
 def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
     """Return each tensor's signature; for anything else its type, which validation rejects."""
-    if tensors is None:
-        return None
-    compiling = torch.compiler.is_compiling()
-    return tuple([tensor_signature(x, compiling) if isinstance(x, Tensor) else type(x) for x in tensors])
-
-
-def tensor_signature(x: Tensor, compiling: bool) -> tuple[Any, ...]:
-    """Return shape, strides, dtype, device, and whether CUDA memory begins at a multiple of 16 bytes."""
-    has_address = x.is_cuda and not compiling and not isinstance(x, FakeTensor)
-    return x.shape, x.stride(), x.dtype, x.device, has_address and x.data_ptr() % 16 == 0
+    return None if tensors is None else tuple([tensor_signature(x) if isinstance(x, Tensor) else type(x) for x in tensors])
 
 
 def call_key(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:
