@@ -35,7 +35,7 @@ def is_aligned(tensor: Tensor) -> bool:
     return even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
 
 
-def tensor_signature(x: Tensor) -> tuple[Any, ...]:
+def tensor_signature(x: Tensor, compiling: bool = False) -> tuple[Any, ...]:
     """Return what validation and kernels depend on: shape, strides, dtype, device, and whether 16 divides the address."""
-    has_address = not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
-    return x.shape, x.stride(), x.dtype, x.device, has_address and x.data_ptr() % 16 == 0
+    is_even = not compiling and not isinstance(x, FakeTensor) and x.data_ptr() % 16 == 0
+    return x.shape, x.stride(), x.dtype, x.device, is_even

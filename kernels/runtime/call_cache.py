@@ -51,7 +51,10 @@ def lookup(key: Any, validate: Callable[[], Positions]) -> CachedCall:
 
 def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
     """Return each tensor's signature; for anything else its type, which validation rejects."""
-    return None if tensors is None else tuple([tensor_signature(x) if isinstance(x, Tensor) else type(x) for x in tensors])
+    if tensors is None:
+        return None
+    compiling = torch.compiler.is_compiling()
+    return tuple([tensor_signature(x, compiling) if isinstance(x, Tensor) else type(x) for x in tensors])
 
 
 def call_key(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:
