@@ -271,7 +271,8 @@ def mechanisms(result: Result) -> str:
     line("ms", "", lambda row: f"{row['forward_ms']:.2f}, {row['both_ms']:.2f}")
     host = "host_forward_us", "host_backward_us"
     line("ms of the host: forward, backward", "", lambda row: ", ".join(f"{row[x] / 1e3:.2f}" for x in host if x in row) or "–")
-    return "\n".join(lines) + "\n\n" + _provenance(result)
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join(lines) + f"\n\n{result['device']}, {result['dtype']}, {versions}, {result['date']}, commit {result['commit']}."
 
 
 def train(result: Result) -> str:

@@ -214,7 +214,7 @@ def test_mechanisms_have_a_row_each(repository: Path) -> None:
     ring = dict(forward_ms=1.234, both_ms=5.678, forward_share=0.9123, both_share=0.95)
     first = {"": ring, "a": dict(forward_ms=2, both_ms=6, forward_ms_gain=1.0104, both_ms_gain=0.9996), "alone": ring}
     second = {"": ring | dict(host_forward_us=512.0, host_backward_us=1024.0), "a": {"status": "error"}}
-    result |= {"ranks": 4, "rehearsed": True, "shapes": {"32k": {"rows": first}, "8k": {"rows": second}}}
+    result |= {"commit": "0123456", "ranks": 4, "rehearsed": True, "shapes": {"32k": {"rows": first}, "8k": {"rows": second}}}
     assert tables.mechanisms(result).splitlines()[:6] == [
         "| rehearsed, 4 ranks: forward, forward + backward | 32k | 8k |",
         "|---|--:|--:|",
