@@ -1,11 +1,9 @@
-"""Tensor properties that validation, caches, backends and transports share: dtype of sums, strides, alignment, signature."""
+"""Tensor properties shared by validation, backends and transports: accumulation dtype, row strides, alignment."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 INF = float("inf")
 
@@ -33,9 +31,3 @@ def aligned(tensor: Tensor) -> Tensor:
 def is_aligned(tensor: Tensor) -> bool:
     """Return whether kernels can read the tensor without a copy (see `aligned`)."""
     return even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
-
-
-def tensor_signature(x: Tensor, compiling: bool = False) -> tuple[Any, ...]:
-    """Return what validation and kernels depend on: shape, strides, dtype, device, and whether 16 divides the address."""
-    is_even = not compiling and not isinstance(x, FakeTensor) and x.data_ptr() % 16 == 0
-    return x.shape, x.stride(), x.dtype, x.device, is_even

@@ -292,7 +292,6 @@ class RingCall:
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.transport: Transport
-        self.groups: RingGroups | None
         self.device = q.device
 
         def describe() -> dict[str, Any]:
@@ -308,14 +307,14 @@ class RingCall:
         if sequence_name:
             check_same_on_all_ranks(sequence_name, q.device, describe)
         if n.ranks > 1:
-            groups = ring_groups(group_by_name(group_name), q.device)
+            self.groups: RingGroups | None = ring_groups(group_by_name(group_name), q.device)
             backward = op == "ring backward"
-            chosen = choose_transport(transport, groups, q.device, k.nbytes + v.nbytes, backward)
+            chosen = choose_transport(transport, self.groups, q.device, k.nbytes + v.nbytes, backward)
             nbytes = gradient_bytes(k.shape[1], k, v)
             blocks = blocks_per_step(chosen, layout, n.plan_right == 0, nbytes, k.shape[2], backward)
             plan = make_plan(layout, plan_mask, n.rank, blocks)
-            self.transport = make_transport(chosen, groups, plan, q.device)
-            self.groups, self.uses_copy_engines = groups, chosen in COPY_TRANSPORTS
+            self.transport = make_transport(chosen, self.groups, plan, q.device)
+            self.uses_copy_engines = chosen in COPY_TRANSPORTS
         else:
             self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
             self.groups, self.uses_copy_engines = None, False

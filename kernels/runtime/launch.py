@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringspan.kernels.tensors import tensor_signature
+from ringspan.kernels.runtime.call_cache import tensor_signature
 
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
