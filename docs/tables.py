@@ -272,7 +272,8 @@ def mechanisms(result: Result) -> str:
     host = "host_forward_us", "host_backward_us"
     line("ms of the host: forward, backward", "", lambda row: ", ".join(f"{row[x] / 1e3:.2f}" for x in host if x in row) or "–")
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join(lines) + f"\n\n{result['device']}, {result['dtype']}, {versions}, {result['date']}, commit {result['commit']}."
+    setup = f"{result['device']}, {result['dtype']}, {versions}, {result['date']}, commit {result['commit']}."
+    return "\n".join(lines) + "\n\n" + setup
 
 
 def train(result: Result) -> str:
