@@ -160,31 +160,6 @@ def test_a_fault_violates_a_property(
         assert any(violated in text for text in found), found[:5]
 
 
-@pytest.mark.parametrize("steps_of", ["p2p", "copy"])
-@pytest.mark.parametrize("ranks, late", [(3, 0), (4, 1), (4, 2)])
-def test_a_late_reader_delays_no_other_rank(ranks: int, late: int, steps_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose first kernel never completes has no free slot for the third step. Up to four ranks the others complete."""
-    machine, outs = SimulatedMachine(ranks, late), []
-    call = make_call(EVEN, EVEN.make_inputs(ranks, 0)[0], ranks, steps_of)
-    with simulated_streams(machine, True):
-        kernel = ring.block_forward
-
-        def forward(*args: Any, **options: Any) -> None:
-            is_late = machine.current[0] == late
-            machine.enqueue(lambda: None, lambda: not is_late)
-            kernel(*args, **options)
-
-        monkeypatch.setattr(ring, "block_forward", forward)
-        for rank in range(ranks):
-            machine.current = rank, "caller"
-            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank][0], 0)
-            outs.append(ring.ring_forward(*call.shards[rank][:3], call.mask, transport, None, 0, **OPTIONS)[0])
-        monkeypatch.undo()
-    machine.run(may_stall=True)
-    is_right = [float((out - call.expected[rank][0]).abs().max()) <= 1e-12 for rank, out in enumerate(outs)]
-    assert is_right == [rank != late for rank in range(ranks)]
-
-
 @pytest.mark.parametrize("loop", RINGS)
 @pytest.mark.parametrize("late", [1, 2, 3])
 def test_a_late_reader_delays_only_its_neighbours_gradients(late: int, loop: ModuleType) -> None:
