@@ -254,6 +254,28 @@ def rehearsal(result: Result) -> str:
     return "\n".join(lines) + "\n\n" + _provenance(result)
 
 
+def mechanisms(result: Result) -> str:
+    """Render the time without each mechanism of the ring, divided by the time with it; then the ring's share and host time."""
+    shapes = result["shapes"]
+    names = dict.fromkeys(name for shape in shapes.values() for name in shape["rows"] if name not in ("", "alone"))
+    title = "rehearsed, " * result["rehearsed"] + f"{result['ranks']} ranks: forward, forward + backward"
+    lines = [f"| {title} | " + " | ".join(shapes) + " |", "|---" + "|--:" * len(shapes) + "|"]
+
+    def line(label: str, name: str, form: Callable[[Result], str]) -> None:
+        rows = [shape["rows"].get(name, {}) for shape in shapes.values()]
+        lines.append(f"| {label} | " + " | ".join(form(row) if "both_ms" in row else "–" for row in rows) + " |")
+
+    for name in names:
+        line(name, name, lambda row: f"{row['forward_ms_gain']:.3f}, {row['both_ms_gain']:.3f}")
+    line("share of the kernel alone", "", lambda row: f"{row['forward_share']:.1%}, {row['both_share']:.1%}")
+    line("ms", "", lambda row: f"{row['forward_ms']:.2f}, {row['both_ms']:.2f}")
+    host = "host_forward_us", "host_backward_us"
+    line("ms of the host: forward, backward", "", lambda row: ", ".join(f"{row[x] / 1e3:.2f}" for x in host if x in row) or "–")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    setup = f"{result['device']}, {result['dtype']}, {versions}, {result['date']}, commit {result['commit']}."
+    return "\n".join(lines) + "\n\n" + setup
+
+
 def train(result: Result) -> str:
     """Render whole training steps, a row per run, then the loss differences between runs that should agree."""
     lines = [
@@ -417,6 +439,7 @@ KINDS: dict[str, Callable[[Result], str]] = {
     "tiles": tiles,
     "ring": ring,
     "rehearsal": rehearsal,
+    "mechanisms": mechanisms,
     "train": train,
     "long step": long_step,
     "tries": tries,

@@ -320,8 +320,9 @@ def block_options(
 
 def block_view(x: Tensor, dim_1: slice | None, dim_2: slice | None = None) -> Tensor:
     """Return x[:, dim_1, dim_2], where None is the whole dimension; x itself if that is all of it, which saves host time."""
-    x = x if dim_1 is None or dim_1.stop - dim_1.start == x.shape[1] else x[:, dim_1]
-    return x if dim_2 is None or dim_2.stop - dim_2.start == x.shape[2] else x[:, :, dim_2]
+    if dim_2 is None or dim_2.stop - dim_2.start == x.shape[2]:
+        return x if dim_1 is None or dim_1.stop - dim_1.start == x.shape[1] else x[:, dim_1]
+    return x[:, :, dim_2] if dim_1 is None or dim_1.stop - dim_1.start == x.shape[1] else x[:, dim_1, dim_2]
 
 
 def query_heads(q: Tensor, k: Tensor, kv_heads: slice) -> slice:

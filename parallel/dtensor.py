@@ -8,7 +8,7 @@ Along other mesh dimensions tensors may be replicated, or sharded on the batch. 
 uneven sequences are padded here.
 """
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from torch.nn import Parameter
 from ringspan.parallel.coordination.process_groups import GroupLike, as_process_group, ranks_along
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    pass
 
 
 def has_dtensors(*tensors: Any) -> bool:

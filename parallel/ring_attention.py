@@ -8,10 +8,10 @@ torch.compile sees one call, and selective activation checkpointing can save (ou
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
 
-Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py or ring_overlapped.py, blocks.py,
-call_cache.py.
+Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py, blocks.py, call_cache.py.
 """
 
+import functools
 import hashlib
 from dataclasses import replace
 from types import ModuleType
@@ -231,6 +231,9 @@ def operator_arguments(
     return q, k, v, *tensors, *plan_tensors, options.sinks, options.seed, [int(n) for n in integers], floats, names
 
 
+cached_layout = functools.lru_cache(maxsize=256)(Layout)  # an operator receives the fields, and checking them takes host time
+
+
 class RingInts(NamedTuple):
     """The integer arguments of the operators."""
 
@@ -284,12 +287,11 @@ class RingCall:
         has_padding = bool(n.has_padding)
         self.mask = Mask.from_bounds(Bounds(n.left, n.right, has_padding, starts, ends, prefix))
         plan_mask = Mask.from_bounds(Bounds(n.left, n.plan_right, has_padding, plan_starts, plan_ends, plan_prefix))
-        layout = Layout(kind, n.length, n.ranks, multiple=n.multiple)
+        layout = cached_layout(kind, n.length, n.ranks, multiple=n.multiple)
         scale, softcap, dropout = floats
         self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
         self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
         self.transport: Transport
-        self.groups: RingGroups | None
         self.device = q.device
 
         def describe() -> dict[str, Any]:
@@ -305,14 +307,14 @@ class RingCall:
         if sequence_name:
             check_same_on_all_ranks(sequence_name, q.device, describe)
         if n.ranks > 1:
-            groups = ring_groups(group_by_name(group_name), q.device)
+            self.groups: RingGroups | None = ring_groups(group_by_name(group_name), q.device)
             backward = op == "ring backward"
-            chosen = choose_transport(transport, groups, q.device, k.nbytes + v.nbytes, backward)
+            chosen = choose_transport(transport, self.groups, q.device, k.nbytes + v.nbytes, backward)
             nbytes = gradient_bytes(k.shape[1], k, v)
             blocks = blocks_per_step(chosen, layout, n.plan_right == 0, nbytes, k.shape[2], backward)
             plan = make_plan(layout, plan_mask, n.rank, blocks)
-            self.transport = make_transport(chosen, groups, plan, q.device)
-            self.groups, self.uses_copy_engines = groups, chosen in COPY_TRANSPORTS
+            self.transport = make_transport(chosen, self.groups, plan, q.device)
+            self.uses_copy_engines = chosen in COPY_TRANSPORTS
         else:
             self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
             self.groups, self.uses_copy_engines = None, False

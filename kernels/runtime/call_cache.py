@@ -57,10 +57,10 @@ def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
     return tuple([tensor_signature(x, compiling) if isinstance(x, Tensor) else type(x) for x in tensors])
 
 
-def tensor_signature(x: Tensor, compiling: bool) -> tuple[Any, ...]:
-    """Return shape, strides, dtype, device, and whether CUDA memory begins at a multiple of 16 bytes."""
-    has_address = x.is_cuda and not compiling and not isinstance(x, FakeTensor)
-    return x.shape, x.stride(), x.dtype, x.device, has_address and x.data_ptr() % 16 == 0
+def tensor_signature(x: Tensor, compiling: bool = False) -> tuple[Any, ...]:
+    """Return what validation and kernels depend on: shape, strides, dtype, device, and whether 16 divides the address."""
+    is_even = not compiling and not isinstance(x, FakeTensor) and x.data_ptr() % 16 == 0
+    return x.shape, x.stride(), x.dtype, x.device, is_even
 
 
 def call_key(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bounds | None, Any]:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ringspan.kernels.runtime.call_cache import tensor_signature
+
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
 STEPS = (1, 4)  # indices of the steps in a tuple of segments: a step of 1 makes row · step and position // step free
@@ -147,12 +149,7 @@ def _any_size(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
 def _signature(values: Iterable[Any]) -> list[Any]:
     """Return everything that arguments and compilation depend on: signatures of tensors, also in tuples, and other values."""
     return [
-        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
-        if isinstance(x, Tensor)
-        else tuple(_signature(x))
-        if isinstance(x, tuple)
-        else x
-        for x in values
+        tensor_signature(x) if isinstance(x, Tensor) else tuple(_signature(x)) if isinstance(x, tuple) else x for x in values
     ]
 
 

@@ -5,12 +5,12 @@ copied to be sent. Signals (`gpu_signals`) order the copies:
 
     call              role              stream operations, in order
     fetch             reader            signal SLOT_FREE to the owners; wait for their KV_WRITTEN
-                      owner, per reader wait for the reader's SLOT_FREE; copy rows into its slot; signal KV_WRITTEN
+                      owner             wait for the readers' SLOT_FREE; copy rows into their slots; signal KV_WRITTEN
     send_buffer       reader            wait for GRADS_READ of all owners of the slot's previous contents
     return_gradients  every rank        signal GRADS_READY to the owners; wait for GRADS_READY of the readers of its rows;
                                         copy their gradients; signal GRADS_READ to them
 
-Each reader has its own stream, so a late reader delays no other. No multicast (multimem) is used.
+No multicast (multimem) is used.
 """
 
 import math
@@ -104,12 +104,15 @@ class CopyEngineTransport(Transport):
             )
         self.device, self.rank, self.timeout_s, self.ranks = device, groups.group.rank(), groups.timeout_s, groups.ranks
         self.buffers = symmetric_buffers(groups.group, device)
-        self.send_streams: dict[int, SideStream] = {}  # by reader rank
-        self.last_sends: dict[int, Wait] = {}  # by reader rank
+        self.last_send: Wait = lambda: None
 
     @cached_property
     def receive_stream(self) -> SideStream:
         return SideStream(self.device, "receive")
+
+    @cached_property
+    def send_stream(self) -> SideStream:
+        return SideStream(self.device, "send")
 
     @cached_property
     def gradient_stream(self) -> SideStream:
@@ -118,9 +121,7 @@ class CopyEngineTransport(Transport):
     def publish_kv(self, k: Tensor, v: Tensor) -> None:
         super().publish_kv(k, v)
         self.buffers.last_caller = self.receive_stream.order_caller_after(self.buffers.last_caller)
-        for reader in ranks_of(piece for pieces in self.plan.sends for piece in pieces):
-            self.send_streams[reader] = SideStream(self.device, f"send to {reader}")
-            self.send_streams[reader].wait_for_caller()
+        self.send_stream.wait_for_caller()
 
     def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         self.buffers.allocate(f"kv {slot}", self.plan.max_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
@@ -138,27 +139,24 @@ class CopyEngineTransport(Transport):
     def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
         # The owner ranks write into this rank's slot, of which `recv_buffers` are views; this rank writes into its readers'.
         buffers, signals, pieces = self.buffers, self.buffers.signals, self.plan.sends[index]
-        owners = ranks_of(self.plan.steps[index].pieces)
+        owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
         buffers.num_fetches += 1
         self.receive_stream.wait_for_caller()  # the kernels that read the slot's previous contents
         with self.receive_stream.run():
             signals.signal(SLOT_FREE, buffers.num_fetches, owners)
-        for reader in dict.fromkeys(piece.rank for piece in pieces):
-            with self.send_streams[reader].run():
-                signals.wait(SLOT_FREE, buffers.num_fetches, (reader,))
+        if pieces:
+            with self.send_stream.run():
+                signals.wait(SLOT_FREE, buffers.num_fetches, readers)
                 for piece in pieces:
-                    if piece.rank == reader:
-                        targets = self._kv_views(slot, reader, piece.offset, len(piece))
-                        copy(targets, [x[piece.rows] for x in self.published])
-                signals.signal(KV_WRITTEN, buffers.num_fetches, (reader,))
-            self.last_sends[reader] = self._watch(self.send_streams[reader], "K/V taken by", {reader}, index)
+                    copy(self._kv_views(slot, piece.rank, piece.offset, len(piece)), [x[piece.rows] for x in self.published])
+                signals.signal(KV_WRITTEN, buffers.num_fetches, readers)
+            self.last_send = self._watch(self.send_stream, "K/V taken by", {*readers}, index)
         with self.receive_stream.run():
             signals.wait(KV_WRITTEN, buffers.num_fetches, owners)
         return self._watch(self.receive_stream, "K/V from", {*owners}, index)
 
     def wait_sends(self) -> None:
-        for wait in self.last_sends.values():
-            wait()
+        self.last_send()
         super().wait_sends()
 
     def abort(self) -> None:

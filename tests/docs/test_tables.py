@@ -209,6 +209,22 @@ def test_a_rehearsal_shows_the_share_of_each_rank(repository: Path) -> None:
     ]
 
 
+def test_mechanisms_have_a_row_each(repository: Path) -> None:
+    result = json.loads((repository / "docs" / "results" / "attention-h200.json").read_text())
+    ring = dict(forward_ms=1.234, both_ms=5.678, forward_share=0.9123, both_share=0.95)
+    first = {"": ring, "a": dict(forward_ms=2, both_ms=6, forward_ms_gain=1.0104, both_ms_gain=0.9996), "alone": ring}
+    second = {"": ring | dict(host_forward_us=512.0, host_backward_us=1024.0), "a": {"status": "error"}}
+    result |= {"commit": "0123456", "ranks": 4, "rehearsed": True, "shapes": {"32k": {"rows": first}, "8k": {"rows": second}}}
+    assert tables.mechanisms(result).splitlines()[:6] == [
+        "| rehearsed, 4 ranks: forward, forward + backward | 32k | 8k |",
+        "|---|--:|--:|",
+        "| a | 1.010, 1.000 | – |",
+        "| share of the kernel alone | 91.2%, 95.0% | 91.2%, 95.0% |",
+        "| ms | 1.23, 5.68 | 1.23, 5.68 |",
+        "| ms of the host: forward, backward | – | 0.51, 1.02 |",
+    ]
+
+
 def test_power_and_utilisation_are_shown_if_measured() -> None:
     power = dict(forward_watts=695.6, forward_watts_limit=700.0, forward_held_down=1.0)
     power |= dict(backward_watts=646.2, backward_watts_limit=700.0, backward_held_down=0.75)
