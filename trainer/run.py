@@ -17,7 +17,8 @@ from ringspan.trainer.checkpoint.replicas import ReplicasDifferError
 from ringspan.trainer.checkpoint.start import Start, StartFinder
 from ringspan.trainer.config.compose import Composed
 from ringspan.trainer.data import fingerprint
-from ringspan.trainer.data.dataset import Batch, open_parts, prefetch, samples_of
+from ringspan.trainer.data.dataset import Batch, open_parts, samples_of
+from ringspan.trainer.data.prefetch import prefetch
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.engine import Engine
 from ringspan.trainer.evaluation.cut_ring import model_attention

@@ -14,20 +14,13 @@ Every rank also reads the same few tokens of each sample; their checksum shows w
 """
 
 import hashlib
-import os
-import queue
-import signal
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 
 from ringspan.trainer.config import schema
 from ringspan.trainer.config.mixture import BLOCK, shares
@@ -41,7 +34,6 @@ from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Reca
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
-T = TypeVar("T")
 PROBES = 8, 8  # every rank reads 8 ranges of 8 tokens of a sample: texts of which all 64 tokens agree are the same
 
 
@@ -312,83 +304,6 @@ def samples_of(step: int, micro: int, options: schema.Data, data_rank: int, data
         )
     first = step * options.batch + data_rank * share + micro * options.micro_batch
     return list(range(first, first + options.micro_batch))
-
-
-def prefetch(make: Callable[[int], T], first: int, depth: int, workers: int = 0) -> Iterator[T]:
-    """Yield make(first), make(first + 1), … without end; a thread prefetches `depth` items (0: no thread).
-
-    Reads of a memory map release the GIL, so that a thread suffices for text. Drawn tasks take Python's time, also the training
-    loop's: with `workers`, so many processes make the items.
-    """
-    if workers:
-        options: Any = dict(num_workers=workers, prefetch_factor=-(-depth // workers), multiprocessing_context="fork")
-        loader = DataLoader(
-            _Items(make),
-            batch_size=None,
-            sampler=count(first),
-            collate_fn=_unchanged,
-            worker_init_fn=_prepare_worker,
-            **options,
-        )
-        yield from loader
-    if depth == 0:
-        while True:
-            yield make(first)
-            first += 1
-    ready: queue.Queue[T | BaseException] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: T | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put(item, timeout=0.2)
-            except queue.Full:
-                pass
-
-    def work() -> None:
-        number = first
-        while not stop.is_set():
-            try:
-                put(make(number))
-            except BaseException as error:
-                return put(error)  # raised in the consumer
-            number += 1
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item = ready.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()
-
-
-class _Items(TorchDataset[T]):
-    """make(number) by number."""
-
-    def __init__(self, make: Callable[[int], T]) -> None:
-        self.make = make
-
-    def __getitem__(self, number: int) -> T:
-        return self.make(number)
-
-
-def _unchanged(item: T) -> T:
-    return item
-
-
-def _prepare_worker(worker: int) -> None:
-    """A scheduler stops all processes of a job; the step in progress still needs its data. Workers end with their parent.
-
-    A fork has no threads, and a tokenizer that was told to use them would wait for them forever.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def permute(index: int, num: int, *key: object) -> int:
