@@ -1,5 +1,6 @@
 """Prefetching: order, errors, signals, and the end of threads and processes."""
 
+import multiprocessing
 import os
 import signal
 import threading
