@@ -8,7 +8,7 @@ torch.compile sees one call, and selective activation checkpointing can save (ou
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
 
-Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py, blocks.py, call_cache.py.
+Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, a ring, blocks.py, call_cache.py.
 """
 
 import functools

@@ -1,37 +1,106 @@
-"""The ring of `ring`, with backward kernels that overlap each other as well as transfers.
+"""The ring of `ring`, with kernels that overlap each other as well as transfers.
 
 Kernels of about a thread block per SM leave SMs idle in their last wave. Here the host launches a kernel on another stream
 before the previous one has ended, so it starts on those SMs:
 
-    kernels 0   local block, step 2, …
-    kernels 1   step 1, step 3, …
-    filler      kernels that nothing waits for until the end
+    stream      forward                             backward
+    kernels 0   half of the heads of each step      local block, step 2, …
+    kernels 1   the other half                      step 1, step 3, …
+    filler                                          kernels that nothing waits for until the end
+    casts       rows that are final in fp32
 
 The price: gradients leave, and a K/V buffer is free, one kernel later. It needs transfers that take no SMs, a backward that
 adds to dq atomically (Hopper, not deterministic), and a mask without padding. `streams` has the streams' priorities.
-
-The forward is that of `ring`: a step needs the carry of the previous one, so only kernels of different heads could overlap.
 """
 
+from collections import deque
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringspan.kernels.blocks import block_backward, block_view, query_heads
+from ringspan.kernels.blocks import block_backward, block_forward, block_view, new_outputs, query_heads
+from ringspan.kernels.document_tables import SENTINEL
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel import ring
 from ringspan.parallel.gradient_return import GradientReturn, Region
 from ringspan.parallel.plan import Step
-from ringspan.parallel.row_ranges import difference, length, packed
+from ringspan.parallel.row_ranges import difference, length, packed, relative_to
 from ringspan.parallel.transport.base import KVPrefetch, Transport
 from ringspan.parallel.transport.buffers import split_gradients
-from ringspan.parallel.transport.streams import SideStream, Wait
+from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
 
-ring_forward = ring.ring_forward
+# A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
+# the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
+SPLIT_HEADS_ABOVE = 2**14
+
+
+def ring_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    transport: Transport,
+    sink_lse: Tensor | None,
+    head_start: int,
+    outputs: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute `ring.ring_forward`. A step needs the carry of the previous one, so only kernels of different heads overlap."""
+    plan, (out, lse) = transport.plan, outputs or new_outputs(q, v, last=True)
+    sums = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=lse.dtype)
+    num_heads, num_steps = k.shape[2], len(plan.steps)
+    is_long = equivalent_rows(q.shape[1], mask) * num_steps > SPLIT_HEADS_ABOVE
+    if num_steps > 1 and num_heads > 1 and is_long:
+        groups = [slice(0, num_heads // 2), slice(num_heads // 2, num_heads)]
+        streams, max_in_flight = kernel_streams(q.device), 1
+    else:
+        groups, streams, max_in_flight = [slice(0, num_heads)], [CurrentStream()], 0
+    in_flight: deque[tuple[int, list[Wait]]] = deque()  # steps whose kernels the caller's stream has not waited for
+    last_index = max(index for index, parts in enumerate(plan.query_parts) if parts)
+    cast_stream = SideStream(q.device, "casts")
+
+    def launch(index: int, k_block: Tensor, v_block: Tensor, kv_heads: slice) -> None:
+        """Launch one kernel for each query part of a step, as `ring.ring_forward` does, for some heads."""
+        heads = query_heads(q, k, kv_heads)
+        kv = block_view(k_block, None, kv_heads), block_view(v_block, None, kv_heads)
+        for rows, q_at, is_last in plan.query_parts[index]:
+            sum_rows, lse_rows = block_view(sums, relative_to(rows, plan.carried), heads), block_view(lse, heads, rows)
+            carry = (sum_rows, lse_rows) if index else None if sink_lse is None else (None, sink_lse[:, heads, rows])
+            into = block_view(out, rows, heads) if is_last else sum_rows, lse_rows
+            block = block_view(q, rows, heads), *kv, mask, q_at, plan.steps[index].k_at
+            block_forward(*block, carry, is_last, head_start + heads.start, into=into, **options)
+
+    prefetch = KVPrefetch(transport, k, v)
+    for index in range(num_steps):
+        k_block, v_block = prefetch.wait(index)
+        for kv_heads, stream in zip(groups, streams, strict=True):
+            stream.wait_for_caller()
+            with stream.run():
+                launch(index, k_block, v_block, kv_heads)
+        in_flight.append((index, [stream.completion() for stream in streams]))
+        while len(in_flight) > (max_in_flight if index < num_steps - 1 else 0):
+            done, waits = in_flight.popleft()
+            for wait in waits:
+                wait()
+            if done > 0:  # its K/V buffer is free
+                prefetch.start(done + 2)
+        if index == last_index - 1 and plan.unfinished:
+            cast_stream.wait_for_caller()
+            with cast_stream.run():
+                for wait in [wait for _, waits in in_flight for wait in waits]:
+                    wait()
+    prefetch.finish()
+    if plan.unfinished:
+        # A kernel before the last one wrote these rows, so the cast overlaps the last one, which writes its own rows.
+        with cast_stream.run():
+            for rows in plan.unfinished:
+                out[:, rows] = sums[:, relative_to(rows, plan.carried)]
+        cast_stream.join()
+    return out, lse
 
 
 class LaunchedKernel(NamedTuple):
@@ -149,3 +218,10 @@ def new_gradients(k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def kernel_streams(device: torch.device) -> list[SideStream]:
     return [SideStream(device, name, priority=-2) for name in ("kernels 0", "kernels 1")]
+
+
+def equivalent_rows(rows: int, mask: Mask) -> float:
+    """Return the rows of a block without a window that takes as long as these rows with it: the root of rows × window."""
+    bounds = mask.bounds()
+    window = rows if SENTINEL in (bounds.left, bounds.right) else bounds.left + bounds.right + 1
+    return (rows * min(rows, window)) ** 0.5

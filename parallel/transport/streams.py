@@ -80,6 +80,13 @@ class SideStream:
         return (lambda: None) if event is None else lambda: event.wait(current_stream(self.device))
 
 
+class CurrentStream(SideStream):
+    """The caller's own stream with the interface of a side stream: all waits are no-ops."""
+
+    def __init__(self) -> None:
+        self.stream = self.caller = None
+
+
 def wait_for_all(device: torch.device) -> None:
     """Make the current stream wait for all of its side streams, as needed after an error."""
     if device.type == "cuda":

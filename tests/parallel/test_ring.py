@@ -89,7 +89,7 @@ def test_a_short_window_has_few_kernels(
     Forward: rows with remote keys twice, the others once. Backward: local keys with remote queries, the others, remote keys.
     """
     rows: dict[str, list[int]] = {"block_forward": [], "block_backward": []}
-    monkeypatch.setattr(ring, "block_forward", lambda q, *_, **__: rows["block_forward"].append(q.shape[1]))
+    monkeypatch.setattr(ring_overlapped, "block_forward", lambda q, *_, **__: rows["block_forward"].append(q.shape[1]))
     monkeypatch.setattr(
         ring_overlapped, "block_backward", lambda dout, q, k, *_, **__: rows["block_backward"].append((q.shape[1], k.shape[1]))
     )
@@ -103,3 +103,9 @@ def test_a_short_window_has_few_kernels(
     assert len(rows["block_forward"]) == forward and len(rows["block_backward"]) == backward
     assert sum(rows["block_forward"]) == n + (128 if forward > 1 else 0)
     assert sum(num_keys for _, num_keys in rows["block_backward"]) == n + (128 if backward > 2 or rank else 0)
+
+
+def test_rules_of_documents_on_a_gpu_are_read_without_a_copy() -> None:
+    """A copy to the CPU waits for the GPU. One from "meta" would raise."""
+    mask = Mask.from_bounds(Mask(causal=True, window=3, documents=[0, 0, 1, 1, 1, 1, 1, 1]).bounds("meta"))
+    assert ring_overlapped.equivalent_rows(8, mask) == (8 * 3) ** 0.5

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan import Mask, Mesh, attention, context_attention
+from ringspan.parallel import ring_overlapped
 from ringspan.parallel.transport import select
 
 
@@ -35,6 +36,7 @@ class RingCase:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
+    split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -42,8 +44,9 @@ class RingCase:
 
     @contextmanager
     def patched_constants(self) -> Iterator[None]:
-        """Set the limit that is a module constant."""
-        with patch.object(select, "PART_BYTES", self.part_bytes):
+        """Set the limits that are module constants."""
+        limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
+        with patch.object(select, "PART_BYTES", self.part_bytes), limit:
             yield
 
 

@@ -298,8 +298,8 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
     replacements: list[tuple[Any, str, Any]] = [
         (module, "SideStream", SimulatedSideStream) for module in (copy_engine, gradient_return, ring_overlapped)
     ]
-    replacements += [(module, "block_backward", simulated_backward) for module in (ring, ring_overlapped)]
-    replacements += [(ring, "block_forward", simulated_forward)]
+    for module in (ring, ring_overlapped):
+        replacements += [(module, "block_forward", simulated_forward), (module, "block_backward", simulated_backward)]
     replacements += [
         (copy_engine, "copy", machine.copy),
         (copy_engine, "synchronize", lambda device: None),

@@ -27,6 +27,7 @@ from tests.parallel.transport.simulated_ring import (
 from tests.parallel.transport.stream_simulator import SimulatedMachine, simulated_streams
 
 RINGS = [ring, ring_overlapped]
+SPLIT_HEADS_ABOVE = ring_overlapped.SPLIT_HEADS_ABOVE
 EVEN = SequenceShape("zigzag", 4, 0, 1, (2, 2), (16, 16))
 FOUR_HEADS = SequenceShape("zigzag", 4, 0, 1, (4, 4), (16, 16))  # with parts of 2048 bytes: two blocks in four parts
 ONE_KV_HEAD = SequenceShape("contiguous", 3, 1, 2, (2, 1), (16, 24))  # halves of the local block are of keys
@@ -59,6 +60,7 @@ def test_properties_hold_in_any_order(
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
     for steps_of, seed in itertools.product(transports, range(3) if shape is EVEN else [ranks // 2]):
+        monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 
 
@@ -152,12 +154,42 @@ def unneeded_wait(patch: pytest.MonkeyPatch) -> None:
 def test_a_fault_violates_a_property(
     fault: Callable[[pytest.MonkeyPatch], None], violated: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0)
     for seed in range(2):
         assert violations(loop, [EVEN], 4, seed, "p2p") == []
         with monkeypatch.context() as patch:
             fault(patch)
             found = violations(loop, [EVEN], 4, seed, "p2p")
         assert any(violated in text for text in found), found[:5]
+
+
+@pytest.mark.parametrize("steps_of", ["p2p", "copy"])
+@pytest.mark.parametrize("split_heads_above", [0, SPLIT_HEADS_ABOVE])
+@pytest.mark.parametrize("ranks, late", [(3, 0), (4, 1), (4, 2)])
+def test_a_late_reader_delays_no_other_rank(
+    ranks: int, late: int, split_heads_above: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose first kernel never completes has no free slot for the third step. With four ranks the others complete."""
+    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", split_heads_above)
+    machine, outs = SimulatedMachine(ranks, late), []
+    call = make_call(EVEN, EVEN.make_inputs(ranks, 0)[0], ranks, steps_of)
+    with simulated_streams(machine, True):
+        kernel = ring_overlapped.block_forward
+
+        def forward(*args: Any, **options: Any) -> None:
+            is_late = machine.current[0] == late
+            machine.enqueue(lambda: None, lambda: not is_late)
+            kernel(*args, **options)
+
+        monkeypatch.setattr(ring_overlapped, "block_forward", forward)
+        for rank in range(ranks):
+            machine.current = rank, "caller"
+            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank][0], 0)
+            outs.append(ring_overlapped.ring_forward(*call.shards[rank][:3], call.mask, transport, None, 0, **OPTIONS)[0])
+        monkeypatch.undo()
+    machine.run(may_stall=True)
+    is_right = [float((out - call.expected[rank][0]).abs().max()) <= 1e-12 for rank, out in enumerate(outs)]
+    assert is_right == [rank != late for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("loop", RINGS)
