@@ -1,14 +1,14 @@
 """`ring_attention`: attention over a sequence that the ranks of a group share, as one operator per direction.
 
     ring_attention           validates, packs the arguments
-    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring_forward
-    ringspan::ring_backward  the same → ring_backward of `ring_overlapped` or `ring`
+    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring_forward of a ring
+    ringspan::ring_backward  the same → its ring_backward; `ring_overlapped` or `ring`
 
 torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
 
-Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, a ring, blocks.py, call_cache.py.
+Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py, blocks.py, call_cache.py.
 """
 
 import functools
