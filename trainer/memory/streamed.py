@@ -117,12 +117,12 @@ class Streaming:
         return q, k, v
 
     @torch.no_grad()
-    def _attend(self, layer: Any, inputs: LayerInputs, x: Tensor) -> tuple[Tensor, Tensor]:
-        """out (B, n, H, D) and lse (B, H, n) of a layer."""
+    def _attend(self, layer: Any, inputs: LayerInputs, x: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
+        """out (B, n, H, D) and lse (B, H, n) of a layer; `again` in a backward."""
         out: Tensor | None = None
         group = layer.heads // layer.kv_heads
         for kv in self._groups(layer):
-            cross_layer_boundary(x.device, begins_layer=kv.start == 0)
+            cross_layer_boundary(x.device, begins_layer=kv.start == 0 and not again)
             q, k, v = self._project(layer, inputs, x, kv)
             if out is None:
                 out = q.new_empty((*q.shape[:2], layer.heads, v.shape[3]))
@@ -253,7 +253,7 @@ class StreamedLayers(torch.autograd.Function):
                 if ("out", each.number) in kept:
                     outs.append((kept.take(("out", each.number)), kept.take(("lse", each.number))))
                 else:
-                    outs.append(streaming._attend(layer, each, xs[-1]))
+                    outs.append(streaming._attend(layer, each, xs[-1], again=True))
                 if index < len(numbers) - 1:
                     xs.append(streaming._finish(layer, xs[-1], outs[-1][0]))
             # written in place: a gradient that others may read, or that has no memory of its own, is copied
