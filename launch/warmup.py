@@ -5,8 +5,8 @@
     ringspan warmup 32/8x128 --target sm_90                         without a GPU, for an H100 or H200
 
 Kernels do not depend on lengths, batch sizes or the number of documents. A ring compiles kernels of its blocks in its first
-step, which warmup does not know. Kernels are compiled in parallel processes into Triton's
-cache (docs/guides/attention.md: where it is, and how ranks and hosts share it). Kernels that are already there take no time.
+step, which warmup does not know. Kernels are compiled in parallel processes into Triton's cache (docs/guides/attention.md:
+where it is, and how ranks and hosts share it). Kernels that are already there take no time.
 """
 
 import argparse

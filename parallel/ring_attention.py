@@ -1,8 +1,8 @@
 """`ring_attention`: attention over a sequence that the ranks of a group share, as one operator per direction.
 
     ring_attention           validates, packs the arguments
-    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring_forward of a ring
-    ringspan::ring_backward  the same → its ring_backward; `ring_overlapped` or `ring`
+    ringspan::ring_forward   RingCall: unpack, compare arguments across ranks, plan, transport → ring_forward
+    ringspan::ring_backward  the same → ring_backward; both are those of `ring_overlapped` or `ring`
 
 torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,

@@ -120,7 +120,7 @@ def any_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
         strides of tensors     whether 16 divides all of them, which decides between 16-byte and narrow stores; 64 bits for
                                the batch, because a long sequence exceeds 32
         strides of statistics  (lse, delta, turns) only whether rows are consecutive
-        segments               only whether a step is 1
+        segments               only whether a step is 1, and of two segments whether 16 divides all other numbers
         other tuples           nothing
     """
     return {
@@ -137,9 +137,12 @@ def _any_size(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         other = 16 if is_aligned and not is_statistic else 17
         result = [2**40 + other, *[other] * (len(outer) - 1), 1 if last == 1 else other]
     else:
-        constants = STEPS if name in ("q_at", "k_at") else ()
+        steps = STEPS if name in ("q_at", "k_at") else ()
+        # one segment has the sequence's length, two are a ring's
+        is_aligned = bool(steps) and all(type(x) is int and x % 16 == 0 for i, x in enumerate(values) if i not in steps)
+        other = 16 if is_aligned else 17
         result = [
-            (x if x == 1 and i in constants else 17 if abs(x) < 2**31 else 2**40 + 1) if type(x) is int else x
+            (x if x == 1 and i in steps else other if abs(x) < 2**31 else 2**40 + 1) if type(x) is int else x
             for i, x in enumerate(values)
         ]
     named: Any = type(values)

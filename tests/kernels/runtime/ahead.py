@@ -84,7 +84,7 @@ SPILL_LIMITS = {
     "sm_90/d128-fp32/attention_backward_dq": 32,
     "sm_90/d128-fp32/attention_backward_dkdv": 32,
     "sm_90/d128-ring/attention_forward": 128,
-    "sm_90/d128-ring/attention_backward_dkdv": 432,
+    "sm_90/d128-ring/attention_backward_dkdv": 384,
     "sm_90/d128-softcap/attention_backward_dkdv": 64,
     "sm_90/d128-dropout/attention_backward_dq": 64,
     "sm_90/d128-dropout/attention_backward_dkdv": 64,
