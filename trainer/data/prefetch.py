@@ -29,7 +29,14 @@ def prefetch(make: Callable[[int], T], first: int, depth: int, workers: int = 0)
             worker_init_fn=_prepare_worker,
             **options,
         )
-        yield from loader
+        items = iter(loader)
+        try:
+            while True:
+                yield next(items)
+        except Exception as error:
+            raise error.with_traceback(None) from None  # its frames would keep `items`, and thus the workers
+        finally:
+            del items  # ends the workers now: a garbage collection ends them only after their queues, which takes 10 s each
     if depth == 0:
         while True:
             yield make(first)

@@ -72,6 +72,7 @@ def test_an_error_of_a_worker_is_raised() -> None:
     assert [next(prefetched), next(prefetched)] == [0, 1]
     with pytest.raises(ValueError, match=r"two"):
         next(prefetched)
+    assert not multiprocessing.active_children()
 
 
 def test_prefetch_survives_sigterm() -> None:
