@@ -9,7 +9,7 @@ online softmax of the carry (out, lse) of earlier blocks. Carry, lse, delta and 
 inputs. Arguments are validated before a kernel is launched, and no call synchronises with the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from ringspan.kernels.runtime.call_cache import (
     CachedCall,
     Positions,
     call_key,
+    find,
     freeze_segments,
     lookup,
     tensor_signatures,
@@ -122,6 +123,30 @@ def block_forward(
         with _without_autocast(q):
             call.replay = module.block_forward(block, carry, out, lse)
     return out, lse
+
+
+def find_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, carry: Carry | None, *options: Any
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return a function that repeats an earlier block_forward of whole sequences with these signatures; None if there was none.
+
+    Args:
+        options: scale, softcap, dropout, deterministic and backend.
+    """
+    bounds, rules = call_key(q, mask, None, *options)
+    if not rules:
+        return None
+    call = find((tensor_signatures((q, k, v)), tensor_signatures(carry), None, True, (None, None), rules))
+    if call is None or call.replay is None:
+        return None
+    replay, bounds = call.replay, call.bounds or bounds
+
+    def repeat(*_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_outputs(q, v, True)
+        replay(q, k, v, bounds, carry, out, lse)
+        return out, lse
+
+    return repeat
 
 
 def output_delta(
@@ -289,10 +314,10 @@ def _block_mask(q: Tensor, k: Tensor, mask: Mask | None, q_at: list[Segment] | N
 
 def new_outputs(q: Tensor, v: Tensor, last: bool) -> tuple[Tensor, Tensor]:
     """Allocate a forward's out (B, S, Hq, Dv) and lse (B, Hq, S)."""
-    acc = accumulation_dtype(q.dtype)
+    acc, device = accumulation_dtype(q.dtype), q.device
     batch, rows, heads, _ = q.shape
-    out = q.new_empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc)
-    return out, q.new_empty((batch, heads, rows), dtype=acc)
+    out = torch.empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype if last else acc, device=device)
+    return out, torch.empty((batch, heads, rows), dtype=acc, device=device)
 
 
 _NO_CONTEXT = nullcontext()

@@ -48,6 +48,11 @@ class Bounds(NamedTuple):
         """starts, ends and prefix."""
         return self.starts, self.ends, self.prefix
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the mask has documents or a prefix."""
+        return self.starts is not None or self.prefix is not None
+
 
 class Mask:
     """The keys that each query attends to. All rules compose, except a prefix with a window.
@@ -152,11 +157,10 @@ class Mask:
         They are copied to a GPU once, without a host sync. A copy from a GPU to the CPU waits for the GPU.
         """
         bounds = self._bounds
-        tensors = [t for t in bounds.tensors if t is not None]
-        if device is None or not tensors:
+        if device is None or not bounds.has_tensors:
             return bounds
         device = torch.device(device)
-        if all(t.device == device for t in tensors):
+        if all(t is None or t.device == device for t in bounds.tensors):
             return bounds
         if device not in self._bounds_on:
             with torch.inference_mode(False):

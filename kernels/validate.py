@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from ringspan.kernels.backends.block import Carry, Gradients
 from ringspan.kernels.backends.choose import choose_backend
@@ -50,10 +50,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_tangents(**inputs: Any) -> None:
     """Reject forward-mode tangents. An operator would drop them without an error, and a missing tangent reads as 0."""
-    if torch.compiler.is_compiling():  # tracers need not support forward mode
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():  # tracers need not support forward mode
         return
     for name, x in inputs.items():
-        if isinstance(x, Tensor) and unpack_dual(x).tangent is not None:  # None outside forward mode
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise ValueError(
                 f"{name} has a tangent, but there is no forward-mode derivative here (torch.func.jvp, forward_ad): "
                 "differentiate in reverse mode, with backward() or torch.autograd.grad"

@@ -49,6 +49,11 @@ def lookup(key: Any, validate: Callable[[], Positions]) -> CachedCall:
     return call
 
 
+def find(key: Any) -> CachedCall | None:
+    """Return the cached call with this key."""
+    return _calls.get(key)
+
+
 def tensor_signatures(tensors: Iterable[Any] | None) -> Any:
     """Return each tensor's signature; for anything else its type, which validation rejects."""
     if tensors is None:
@@ -75,7 +80,7 @@ def call_key(q: Tensor, mask: Mask | None, seed: Any, *options: Any) -> tuple[Bo
     types = tuple(map(type, options))
     if seed is not None or not _CACHEABLE_OPTIONS.issuperset(types):
         return bounds, None
-    return bounds, (bounds[:3], tensor_signatures(bounds[3:]), options, types)
+    return bounds, (bounds[:3], tensor_signatures(bounds.tensors) if bounds.has_tensors else None, options, types)
 
 
 def freeze_segments(at: Iterable[Segment] | None) -> Any:

@@ -20,6 +20,9 @@ import torch
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
+# by operator: f(*args, run=g), for a caller that asked may_bypass_dispatcher(args) and has a faster g for these arguments
+without_dispatcher: dict[str, Callable[..., Any]] = {}
+
 
 def operator(
     name: str,
@@ -54,17 +57,17 @@ def operator(
                 return dispatched(*args)
 
         torch.library.impl(full, "Autograd", _with_gradients(name, below_autograd, save, differentiate))
-        direct = _with_gradients(name, run, save, differentiate)
+        direct = without_dispatcher[name] = _with_gradients(name, run, save, differentiate)
 
         def call(*args: Any) -> Any:
-            return direct(*args) if _may_bypass_dispatcher(args) else dispatched(*args)
+            return direct(*args) if may_bypass_dispatcher(args) else dispatched(*args)
 
         return call
 
     return decorate
 
 
-def _may_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
+def may_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
     """Return whether no mode, transform, tracer, profiler or tensor type needs to intercept this call."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled():
         return False
@@ -75,7 +78,10 @@ def _may_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
     keys = torch._C._dispatch_keys(args[0])
     if keys.has(torch._C.DispatchKey.Python) or keys != _plain_tensor_keys(args[0].device.type):
         return False
-    return all(torch._C._dispatch_keys(x) == keys for x in args if isinstance(x, torch.Tensor))
+    for x in args:  # noqa: SIM110 (all() takes longer)
+        if isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x) != keys:
+            return False
+    return True
 
 
 @functools.cache
@@ -87,9 +93,9 @@ def _plain_tensor_keys(device: str) -> Any:
 def _with_gradients(
     name: str, run: Callable[..., Any], save: Callable[..., None] | None, differentiate: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Return `run`, recorded for autograd if an argument requires a gradient."""
+    """Return a function that calls `run`, recorded for autograd if an argument requires a gradient."""
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
         output = run(*args)
         if save is not None:
             save(ctx, args, output)
@@ -98,13 +104,16 @@ def _with_gradients(
     def backward(ctx: Any, *gradients: Any) -> Any:
         if differentiate is None:
             raise RuntimeError(f"{name} has no derivative of its own: leave out create_graph=True")
-        return differentiate(ctx, *gradients)
+        return None, *differentiate(ctx, *gradients)
 
     function: Any = type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     recorded = function.apply
 
-    def choose(*args: Any) -> Any:
-        differentiable = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        return recorded(*args) if differentiable else run(*args)
+    def choose(*args: Any, run: Callable[..., Any] = run) -> Any:
+        if torch.is_grad_enabled():
+            for x in args:
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    return recorded(run, *args)
+        return run(*args)
 
     return choose

@@ -35,13 +35,19 @@ class CachedLaunch(NamedTuple):
     programs: int
     device: torch.device
     arguments: list[Any]
-    tensor_arguments: list[tuple[int, str]]  # index and name of each argument that is a launch's own tensor
+    # index and name of each argument that is a launch's own tensor; for a descriptor also its fields other than `base`
+    tensor_arguments: list[tuple[int, str, dict[str, Any] | None]]
 
     def launch(self, tensors: dict[str, Any]) -> None:
         """Launch the kernel on these tensors, whose signatures must be those of the cached launch."""
         arguments = self.arguments.copy()
-        for index, name in self.tensor_arguments:
-            arguments[index] = _rebase(arguments[index], tensors[name])
+        for index, name, fields in self.tensor_arguments:
+            if fields is None:
+                arguments[index] = tensors[name]
+            else:
+                descriptor = TensorDescriptor.__new__(TensorDescriptor)  # __init__ would repeat checks of the signature
+                descriptor.__dict__ = {**fields, "base": tensors[name]}
+                arguments[index] = descriptor
         with _on_device(self.device):
             self.compiled[self.programs, 1, 1](*arguments)
 
@@ -95,12 +101,12 @@ class Launch:
             return None
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
-        names = self.kernel.arg_names
-        tensor_arguments = [
-            (i, name) for i, name in enumerate(names) if self.tensors.get(name) is not None and arguments[name] is not None
-        ]
-        for _, name in tensor_arguments:  # the cache must not keep tensors alive
-            arguments[name] = _rebase(arguments[name], None)
+        names, tensor_arguments = self.kernel.arg_names, []
+        for i, name in enumerate(names):
+            if self.tensors.get(name) is not None and arguments[name] is not None:
+                argument, arguments[name] = arguments[name], None  # the cache must not keep tensors alive
+                fields = {**argument.__dict__, "base": None} if isinstance(argument, TensorDescriptor) else None
+                tensor_arguments.append((i, name, fields))
         cached = CachedLaunch(compiled, programs, device, [arguments[name] for name in names], tensor_arguments)
         _launches[key] = cached
         cached.launch(self.tensors)
@@ -166,15 +172,9 @@ def _base(argument: Any) -> Any:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
-def _rebase(argument: Any, tensor: Any) -> Any:
-    """Return the argument for another tensor: the tensor itself, or the same descriptor of it."""
-    if not isinstance(argument, TensorDescriptor):
-        return tensor
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # __init__ would repeat checks that depend on the signature only
-    descriptor.__dict__ = argument.__dict__ | {"base": tensor}
-    return descriptor
+_NO_CONTEXT = nullcontext()
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else _NO_CONTEXT

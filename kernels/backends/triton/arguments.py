@@ -56,10 +56,13 @@ def segments_argument(segments: Segments) -> SegmentsArgument:
 
 def mask_argument(bounds: Bounds) -> MaskArgument:
     """Return a mask's bounds for kernels."""
-    left, right, _, starts, ends, prefix = bounds
+    _, _, _, starts, ends, prefix = bounds
+    left, right = (None if x == SENTINEL else x for x in bounds[:2])
+    if not bounds.has_tensors:
+        return MaskArgument(left, right, None, None, None, None, None, None)
     return MaskArgument(
-        None if left == SENTINEL else left,
-        None if right == SENTINEL else right,
+        left,
+        right,
         starts,
         ends,
         None if starts is None else starts.shape[-1],

@@ -13,6 +13,7 @@ from ringspan.kernels import blocks
 from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.runtime import call_cache
 from tests.kernels.helpers.cases import LENGTH, random_inputs
+from tests.kernels.runtime.test_custom_op import RecordingMode
 
 
 @pytest.fixture
@@ -173,3 +174,54 @@ def test_a_backward_is_replayed_with_its_own_gradients(monkeypatch: pytest.Monke
                 *_, gradients = backend.replays[-1]
                 assert all(x is y for x, y in zip(gradients, (dout, lse, delta, *grads), strict=True))
     assert backend.blocks == 2
+
+
+def test_a_repeated_attention_call_is_replayed(counting_backend: CountingBackend, device: str) -> None:
+    """It skips validation, not the operator's derivative; every other call is validated."""
+    backend, mask = counting_backend, Mask(causal=True)
+    q, k, v, dout = random_inputs(torch.float32, device)
+    options: dict = dict(mask=mask, softcap=1.0, sinks=torch.zeros(q.shape[2], device=device))
+
+    def call(**changes) -> torch.Tensor:
+        return attention(**(dict(q=q, k=k, v=v) | options | changes))
+
+    call()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = call(**dict(zip("qkv", leaves, strict=True)))
+    [(*qkv, bounds, carry, replay_out, _)] = backend.replays
+    assert all(x is y for x, y in zip(qkv, leaves, strict=True)) and replay_out.data_ptr() == out.data_ptr()
+    assert bounds == mask.bounds() and carry[1].shape == (q.shape[0], q.shape[2], LENGTH)
+    torch.autograd.grad(out, leaves, dout)
+    assert backend.blocks == 2  # one of a forward, one of a backward
+    with torch.no_grad():
+        assert not call(q=leaves[0]).requires_grad and len(backend.replays) == 2
+
+    documents = torch.zeros(LENGTH, dtype=torch.int32, device=device)
+    for change in (dict(mask=None), dict(mask=Mask(documents=documents)), dict(scale=0.5), dict(softcap=2), dict(sinks=None)):
+        call(**change)
+        assert len(backend.replays) == 2, change
+    for change, name in (
+        (dict(softcap=True), "softcap"),
+        (dict(deterministic=1), "deterministic"),
+        (dict(sinks=options["sinks"][1:]), "sinks"),
+        (dict(sinks=options["sinks"].long()), "sinks"),
+        (dict(sinks=0.0), "sinks"),
+        (dict(mask="causal"), "mask"),
+        (dict(mask=Mask(documents=documents[1:])), "documents"),
+        (dict(q=q[0]), "q"),
+        (dict(q=None), "q"),
+        (dict(v=v.half()), "v"),
+        (dict(seed="3"), "seed"),
+        (dict(dropout=2.0), "dropout"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            call(**change)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(ValueError, match=r"^q has a tangent"):
+            call(q=dual)
+    num_replays = len(backend.replays)
+    with RecordingMode() as mode:
+        call()
+    assert "ringspan::attention_forward" in mode.names
+    assert len(backend.replays) == num_replays + 1  # within the operator

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspan import Mask, attention
-from ringspan.kernels.runtime.custom_op import _may_bypass_dispatcher
+from ringspan.kernels.runtime.custom_op import may_bypass_dispatcher
 
 OPERATORS = {"ringspan::attention_forward", "ringspan::attention_backward"}
 
@@ -49,7 +49,7 @@ def test_a_plain_call_bypasses_the_dispatcher(device: str, monkeypatch: pytest.M
     dispatched: list[str] = []  # what the operator enters below autograd
     monkeypatch.setattr(torch._C, "_AutoDispatchBelowAutograd", lambda: dispatched.append("entered") or nullcontext())
     torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
-    assert not dispatched and _may_bypass_dispatcher((q, k, None, "auto"))
+    assert not dispatched and may_bypass_dispatcher((q, k, None, "auto"))
 
 
 def test_a_dispatch_mode_sees_both_operators(device: str) -> None:
@@ -80,14 +80,14 @@ def test_other_kinds_of_tensors_go_through_the_dispatcher(device: str) -> None:
     q, k, v = random_qkv(device)
     with torch.inference_mode():
         others = [q + 0, q.to("meta"), torch.nn.Buffer(q), TwoTensor(q, q)]
-        assert [_may_bypass_dispatcher((q, x)) for x in others] == [False, False, True, False]
+        assert [may_bypass_dispatcher((q, x)) for x in others] == [False, False, True, False]
         torch.testing.assert_close(attention(q + 0, k + 0, v + 0), attention(q, k, v), rtol=0, atol=0)
     decisions: list[bool] = []
-    torch.func.vmap(lambda x: decisions.append(_may_bypass_dispatcher((x,))) or x)(q)
+    torch.func.vmap(lambda x: decisions.append(may_bypass_dispatcher((x,))) or x)(q)
     assert decisions == [False]
     with FakeTensorMode():
         fake = torch.empty(2, 24, 4, 16, device="cuda")  # needs no GPU
-    assert not _may_bypass_dispatcher((fake,))
+    assert not may_bypass_dispatcher((fake,))
     assert attention(*(x.to("meta") for x in (q, k, v))).is_meta
 
 

@@ -168,6 +168,7 @@ def test_no_length_batch_size_or_number_of_documents_compiles_a_kernel() -> None
     counts = {name: kernels for name, kernels in counts.items() if name not in warmups}
     assert list(counts) == list(compilations.VARIANTS) and len(compilations.CASES) == 30
     assert {kernel for kernels in counts.values() for kernel in kernels} >= {"attention_forward", "attention_backward"}
+    assert set(counts.pop("zigzag").values()) == {2}  # blocks whose numbers 16 divides, and others
     assert {name: kernels for name, kernels in counts.items() if set(kernels.values()) - {1}} == {}
     assert [name for name, kernels in counts.items() if not kernels] == ["window-two-sided"]  # the kernels of "window"
     assert len(warmups) == len(compilations.WARMUPS)  # `ringspan warmup` compiles the kernels of these calls, and no others
