@@ -163,6 +163,7 @@ def _parser(table: dict[str, Candidate]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--heads", nargs="+", metavar="Q/KV", help="query and KV heads (default on GPUs: 16/16 16/4)")
     parser.add_argument("--head-dim", type=int, metavar="D", help="default: 128 on GPUs, 32 on CPUs")
+    parser.add_argument("--v-head-dim", type=int, metavar="D", help="head dim of v, if it differs")
     parser.add_argument("--window", type=parse_tokens, metavar="W", help="a causal window instead of plain causal")
     parser.add_argument("--sinks", action="store_true", help="a sink for each query head, as in gpt-oss")
     parser.add_argument(
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None, table: dict[str, Candidate] | None = Non
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
         pairs = [tuple(int(n) for n in text.split("/")) for text in args.heads]
-        options = args.head_dim, args.window, args.sinks, args.documents or 0
+        options = args.head_dim, args.window, args.sinks, args.documents or 0, args.v_head_dim
         settings = [Setting(parse_tokens(n), q, kv, *options) for n in args.tokens for q, kv in pairs]
     except ValueError:
         parser.error(f"--tokens {args.tokens} must be counts such as 8192 or 8k, and --heads {args.heads} pairs such as 16/4")
@@ -287,11 +288,12 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str], ta
 
 def _kv_bytes(setting: Setting, dtype: str) -> int:
     """Bytes of one rank's K and V, by which transport="auto" chooses."""
-    return 2 * setting.tokens * setting.kv_heads * setting.head_dim * DTYPES[dtype].itemsize
+    return setting.tokens * setting.kv_heads * (setting.head_dim + setting.v_width) * DTYPES[dtype].itemsize
 
 
 def _command(args: argparse.Namespace, ranks: int, module: str) -> str:
     options = ["--tokens", *args.tokens, "--heads", *args.heads, "--head-dim", str(args.head_dim)]
+    options += ["--v-head-dim", str(args.v_head_dim)] if args.v_head_dim else []
     options += ["--window", str(args.window)] if args.window else []
     options += ["--sinks"] * args.sinks + (["--documents", str(args.documents)] if args.documents else [])
     options += ["--only", args.only] if args.only else []

@@ -43,18 +43,26 @@ class Setting:
     window: int | None = None
     sinks: bool = False
     documents: int = 0  # packed into the sequence, of uneven lengths; 0: one text
+    v_head_dim: int | None = None  # None: head_dim
+
+    @property
+    def v_width(self) -> int:
+        """Head dim of v."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def name(self) -> str:
         k = f"{self.tokens // 1024}k" if self.tokens % 1024 == 0 else str(self.tokens)
-        parts = [f"window{self.window}"] if self.window else []
+        parts = [f"v{self.v_head_dim}"] if self.v_head_dim else []
+        parts += [f"window{self.window}"] if self.window else []
         parts += ["sinks"] * self.sinks + [f"docs{self.documents}"] * bool(self.documents)
         return "-".join([f"{k}-h{self.heads}-{self.kv_heads}-d{self.head_dim}", *parts])
 
     def shape(self, length: int) -> Shape:
         """Return the attention problem of a sequence of this length."""
         documents = document_lengths(self.documents, length) if self.documents else None
-        return Shape(self.name, 1, length, self.heads, self.kv_heads, self.head_dim, window=self.window, documents=documents)
+        sizes = 1, length, self.heads, self.kv_heads, self.head_dim
+        return Shape(self.name, *sizes, window=self.window, documents=documents, v_head_dim=self.v_head_dim)
 
     def global_shape(self, ranks: int) -> Shape:
         """Return the attention problem of the whole sequence."""
@@ -131,7 +139,8 @@ class Candidate(NamedTuple):
 def _tensors(setting: Setting, context: BenchContext, length: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Random leaves of a shard, and dout. Sinks are equal on every rank."""
     heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
-    sizes = [(1, length, n, setting.head_dim) for n in heads]
+    widths = setting.head_dim, setting.head_dim, setting.v_width, setting.v_width
+    sizes = [(1, length, n, width) for n, width in zip(heads, widths, strict=True)]
     q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
     sinks = [torch.randn(setting.heads, generator=torch.Generator().manual_seed(0)).to(context.device)] * setting.sinks
     return tuple(x.requires_grad_() for x in (q, k, v, *sinks)), dout
@@ -216,7 +225,8 @@ def _torch_shards(setting: Setting, context: BenchContext, rotate: str) -> Itera
 
     global_shape = setting.global_shape(context.ranks)
     set_rotate_method(rotate)
-    sizes = [(1, heads, global_shape.length, setting.head_dim) for heads in (setting.heads, setting.kv_heads, setting.kv_heads)]
+    heads, widths = (setting.heads, setting.kv_heads, setting.kv_heads), (setting.head_dim, setting.head_dim, setting.v_width)
+    sizes = [(1, n, global_shape.length, width) for n, width in zip(heads, widths, strict=True)]
     q, k, v = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
     mesh = _device_mesh(context.device.type, context.ranks)
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}):
@@ -227,7 +237,8 @@ def _torch_shards(setting: Setting, context: BenchContext, rotate: str) -> Itera
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=setting.heads != setting.kv_heads)
 
         layout = context.ring.layout("zigzag", global_shape.length)
-        yield Problem(run, leaves, torch.randn_like(q), global_shape.flops() / context.ranks, layout, heads_first=True)
+        dout = torch.randn(*q.shape[:3], setting.v_width, device=q.device, dtype=q.dtype)
+        yield Problem(run, leaves, dout, global_shape.flops() / context.ranks, layout, heads_first=True)
 
 
 def check_torch_context_parallel(setting: Setting, context: BenchContext, rotate: str) -> None:

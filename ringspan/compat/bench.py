@@ -142,7 +142,8 @@ def _zigzag(call: Any) -> Make:
     @contextmanager
     def make(setting: Setting, context: BenchContext) -> Iterator[Problem]:
         heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
-        sizes = [(1, setting.tokens, n, setting.head_dim) for n in heads]
+        widths = setting.head_dim, setting.head_dim, setting.v_width, setting.v_width
+        sizes = [(1, setting.tokens, n, width) for n, width in zip(heads, widths, strict=True)]
         q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
         leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         flops = setting.global_shape(context.ranks).flops() / context.ranks

@@ -49,15 +49,16 @@ def test_benchmark_completes_on_two_ranks(tmp_path: Path, pools) -> None:
 def test_windows_sinks_and_packed_documents(tmp_path: Path, pools) -> None:
     """The kernel alone has the same mask and sinks. A baseline without them says so, and torch's refusals are torch's own."""
     path = tmp_path / "ring.json"
-    argv = "--device cpu --tokens 40 --heads 4/2 --head-dim 16 --window 9 --sinks --documents 7 --rounds 1 --rep 1"
+    argv = (
+        "--device cpu --tokens 40 --heads 4/2 --head-dim 24 --v-head-dim 16 --window 9 --sinks --documents 7 --rounds 1 --rep 1"
+    )
     names = "alone", "ring-contiguous-p2p", "ring-zigzag-p2p", "ulysses", "ulysses-sdpa-flash", "torch-cp-alltoall"
-    assert pools(2)(functools.partial(jobs.run_bench, [*argv.split(), "--only", ",".join(names), "--json", str(path)])) == [
-        0,
-        0,
-    ]
+    assert pools(2)(
+        functools.partial(jobs.run_bench, [*argv.split(), "--rep", "1", "--only", ",".join(names), "--json", str(path)])
+    ) == [0, 0]
     result = json.loads(path.read_text())
-    assert "--window 9 --sinks --documents 7 --only" in result["command"]
-    assert result["settings"][0]["name"] == "40-h4-2-d16-window9-sinks-docs7" and result["settings"][0]["documents"] == 7
+    assert "--v-head-dim 16 --window 9 --sinks --documents 7 --only" in result["command"]
+    assert result["settings"][0]["name"] == "40-h4-2-d24-v16-window9-sinks-docs7" and result["settings"][0]["documents"] == 7
     rows = {row["name"]: row for row in result["rows"]}
     for name in names[:4]:
         assert rows[name]["status"] == "ok" and rows[name]["error"] < 1e-5 and rows[name]["both_share"] > 0
@@ -188,6 +189,10 @@ def test_one_rank_alone_costs_as_much_as_a_share() -> None:
     window = Setting(8192, 16, 4, 128, window=1024)
     assert window.single_rank_shape(4).flops() == pytest.approx(window.global_shape(4).flops() / 4, rel=0.07)
     assert window.name == "8k-h16-4-d128-window1024"
+    mla = Setting(8192, 16, 16, 192, v_head_dim=128)
+    assert (
+        mla.name == "8k-h16-16-d192-v128" and mla.global_shape(2).flops() == Setting(8192, 16, 16, 160).global_shape(2).flops()
+    )
 
 
 def test_packed_documents_are_uneven_and_their_visible_pairs_are_counted() -> None:
