@@ -95,7 +95,8 @@ def _with_gradients(
 ) -> Callable[..., Any]:
     """Return a function that calls `run`, recorded for autograd if an argument requires a gradient."""
 
-    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+    def forward(ctx: Any, *args_and_run: Any) -> Any:
+        args, run = args_and_run[:-1], args_and_run[-1]  # at the end, so that ctx.needs_input_grad begins with the arguments
         output = run(*args)
         if save is not None:
             save(ctx, args, output)
@@ -104,7 +105,7 @@ def _with_gradients(
     def backward(ctx: Any, *gradients: Any) -> Any:
         if differentiate is None:
             raise RuntimeError(f"{name} has no derivative of its own: leave out create_graph=True")
-        return None, *differentiate(ctx, *gradients)
+        return *differentiate(ctx, *gradients), None
 
     function: Any = type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     recorded = function.apply
@@ -113,7 +114,7 @@ def _with_gradients(
         if torch.is_grad_enabled():
             for x in args:
                 if isinstance(x, torch.Tensor) and x.requires_grad:
-                    return recorded(run, *args)
+                    return recorded(*args, run)
         return run(*args)
 
     return choose
