@@ -31,7 +31,7 @@ from ringspan.kernels.backends.hopper.argument_tuples import (
     QueryWork,
     Queue,
 )
-from ringspan.kernels.backends.hopper.arguments import forward_arguments, max_keys_per_launch, num_thread_blocks
+from ringspan.kernels.backends.hopper.arguments import forward_arguments, max_keys_per_launch
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
     allocate_tiles,
@@ -274,24 +274,21 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
     """Return the launch for a block that is one ascending range, with tensors that the TMA can read."""
     q, k, v = block.q, block.k, block.v
-    counter = torch.zeros((), dtype=torch.int32, device=q.device)
-    tensors = kernel_tensors(counter, q, k, v, block.mask.bounds(q.device), carry, out, lse)
+    tensors = kernel_tensors(q, k, v, block.mask.bounds(q.device), carry, out, lse)
     return Launch(attention_forward, forward_arguments, tensors, common_arguments(block, tiles_for("forward", q, v)))
 
 
 def replay(cached: CachedLaunch, *args: Any) -> None:
-    """Repeat a launch; `args` are those of kernel_tensors, except the counter."""
-    is_read = cached.programs == num_thread_blocks(cached.device)  # with fewer, each thread block gets one piece of work
-    counter = (torch.zeros if is_read else torch.empty)((), dtype=torch.int32, device=cached.device)
-    cached.launch(kernel_tensors(counter, *args))
+    """Repeat a launch; `args` are those of kernel_tensors."""
+    cached.launch(kernel_tensors(*args))
 
 
 def kernel_tensors(
-    work_counter: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, carry: Carry | None, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, carry: Carry | None, out: Tensor, lse: Tensor
 ) -> dict[str, Any]:
-    """Return the tensors among the kernel's arguments."""
+    """Return the tensors among the kernel's arguments, with a new work counter."""
     carry_out, carry_lse = carry or (None, None)
-    return dict(
-        q=q, q_tail=q, k=k, k_tail=k, v=v, v_tail=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out,
-        carry_lse=carry_lse, mask=mask_argument(bounds), work_counter=work_counter,
-    )  # fmt: skip
+    tensors = dict(
+        q=q, q_tail=q, k=k, k_tail=k, v=v, v_tail=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse
+    )
+    return tensors | dict(mask=mask_argument(bounds), work_counter=torch.zeros((), dtype=torch.int32, device=q.device))

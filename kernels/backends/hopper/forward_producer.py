@@ -31,10 +31,7 @@ from ringspan.kernels.backends.triton.common import document_interval, position,
 
 @gluon.jit
 def produce(inputs, memory, queue, work_counter, work, flags: gl.constexpr):
-    """Role of the producer warp: take pieces of work from the counter and load their tiles.
-
-    If each thread block gets one piece, nothing reads the counter, so it need not be 0.
-    """
+    """Role of the producer warp: take pieces of work from the counter and load their tiles."""
     num_pieces = work.num_tiles * work.num_sequences
     i = 0
     loaded = LoadedKeys(0, 0, 0, 0)
@@ -48,10 +45,7 @@ def produce(inputs, memory, queue, work_counter, work, flags: gl.constexpr):
         else:  # a piece is one tile; with the loop this is measurably slower
             _, loaded = fetch(inputs, memory, queue, work, index, b, h, row, piece_end, i, loaded, flags)
             i += 1
-        if num_pieces > gl.num_programs(0):
-            index = gl.num_programs(0) + gl.atomic_add(work_counter, 1)
-        else:
-            index = num_pieces
+        index = gl.num_programs(0) + gl.atomic_add(work_counter, 1)
     publish_tile(queue, i, QueryTile(0, 0, 0, 0, 0, 0, 0, 0, 0))
     slot = wait_free(memory.kv_free, loaded.count, flags.STAGES)
     mbarrier.expect(memory.kv_full.index(slot), block_bytes(inputs.v))
