@@ -58,6 +58,12 @@ class Setting:
         parts += ["sinks"] * self.sinks + [f"docs{self.documents}"] * bool(self.documents)
         return "-".join([f"{k}-h{self.heads}-{self.kv_heads}-d{self.head_dim}", *parts])
 
+    def tensor_shapes(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """Return the shapes of q, k, v and out."""
+        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
+        widths = self.head_dim, self.head_dim, self.v_width, self.v_width
+        return [(1, rows, n, width) for n, width in zip(heads, widths, strict=True)]
+
     def shape(self, length: int) -> Shape:
         """Return the attention problem of a sequence of this length."""
         documents = document_lengths(self.documents, length) if self.documents else None
@@ -138,10 +144,8 @@ class Candidate(NamedTuple):
 
 def _tensors(setting: Setting, context: BenchContext, length: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Random leaves of a shard, and dout. Sinks are equal on every rank."""
-    heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
-    widths = setting.head_dim, setting.head_dim, setting.v_width, setting.v_width
-    sizes = [(1, length, n, width) for n, width in zip(heads, widths, strict=True)]
-    q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
+    shapes = setting.tensor_shapes(length)
+    q, k, v, dout = (torch.randn(shape, device=context.device, dtype=context.dtype) for shape in shapes)
     sinks = [torch.randn(setting.heads, generator=torch.Generator().manual_seed(0)).to(context.device)] * setting.sinks
     return tuple(x.requires_grad_() for x in (q, k, v, *sinks)), dout
 
@@ -225,9 +229,8 @@ def _torch_shards(setting: Setting, context: BenchContext, rotate: str) -> Itera
 
     global_shape = setting.global_shape(context.ranks)
     set_rotate_method(rotate)
-    heads, widths = (setting.heads, setting.kv_heads, setting.kv_heads), (setting.head_dim, setting.head_dim, setting.v_width)
-    sizes = [(1, n, global_shape.length, width) for n, width in zip(heads, widths, strict=True)]
-    q, k, v = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
+    shapes = [(batch, heads, rows, width) for batch, rows, heads, width in setting.tensor_shapes(global_shape.length)[:3]]
+    q, k, v = (torch.randn(shape, device=context.device, dtype=context.dtype) for shape in shapes)
     mesh = _device_mesh(context.device.type, context.ranks)
     with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}):
         leaves = tuple(x.requires_grad_() for x in (q, k, v))

@@ -141,10 +141,8 @@ def _pass_on(tensors: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> tuple[
 def _zigzag(call: Any) -> Make:
     @contextmanager
     def make(setting: Setting, context: BenchContext) -> Iterator[Problem]:
-        heads = setting.heads, setting.kv_heads, setting.kv_heads, setting.heads
-        widths = setting.head_dim, setting.head_dim, setting.v_width, setting.v_width
-        sizes = [(1, setting.tokens, n, width) for n, width in zip(heads, widths, strict=True)]
-        q, k, v, dout = (torch.randn(size, device=context.device, dtype=context.dtype) for size in sizes)
+        shapes = setting.tensor_shapes(setting.tokens)
+        q, k, v, dout = (torch.randn(shape, device=context.device, dtype=context.dtype) for shape in shapes)
         leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         flops = setting.global_shape(context.ranks).flops() / context.ranks
         layout = Layout("zigzag", setting.tokens * context.ranks, context.ranks)
