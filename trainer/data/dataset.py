@@ -34,6 +34,7 @@ from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Reca
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
+MAX_DOCUMENTS = 8  # of a sequence of needles
 PROBES = 8, 8  # every rank reads 8 ranges of 8 tokens of a sample: texts of which all 64 tokens agree are the same
 
 
@@ -192,7 +193,8 @@ class Dataset:
                 return Synthetic(Passkey(tokenizer, self.length, source.digits), seed)
             if source.kind == "needles":
                 shape = source.families, source.num_questions, source.digits
-                return Synthetic(Needles(tokenizer, self.length, *shape, evaluation=part == "held_out"), seed)
+                held_out = part == "held_out"
+                return Synthetic(Needles(tokenizer, self.length, *shape, held_out, 1 if held_out else MAX_DOCUMENTS), seed)
             if name not in self.opened:
                 full = options.verify == "full"
                 self.opened[name] = (

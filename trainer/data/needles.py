@@ -7,11 +7,16 @@
     variables    chains of assignments of 1 to 4 hops; the last variable is asked for
     two_facts    a key is in a place, the place has a value; the two facts are in any order
 
-A sequence is one document of one family. Keys and values are drawn afresh for each sequence. The evaluation ("held_out") uses
-other templates and other syllables than training, and all its questions are at the end; in training half of them follow
-their facts at any distance. No fact is asked for twice, because the first answer would be a nearer fact.
+A document is of one family. Keys and values are drawn afresh for each document. The evaluation ("held_out") has other templates
+and other tokens in keys than training, and all its questions are at the end; in training half of them follow their facts at any
+distance. No fact is asked for twice, because the first answer would be a nearer fact.
 
-Half of training's sequences have templates of random words, so that an answer follows from its key, whatever the sentence.
+A key is a word of two tokens, drawn from the tokenizer's tokens of letters: then its first token alone finds it in most texts,
+which a model learns long before it learns to compare several tokens. With a tokenizer that has few of them, such as bytes, a
+key is three syllables. A value is such a word too; in a quarter of training's documents, and without such tokens, a number.
+
+Half of training's documents have templates of random words, so that an answer follows from its key, whatever the sentence.
+Training's sequences are one document or 2, 4, … equal ones with their share of the questions: few facts are learned first.
 """
 
 import functools
@@ -27,6 +32,7 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
 BANK = 512  # filler sentences of a tokenizer
+MIN_WORDS = 64  # least number of tokens of each kind for keys and values of words
 
 
 class Language(NamedTuple):
@@ -88,6 +94,40 @@ WORDS = (
 )
 
 
+class Words:
+    """Words of two tokens of letters: a token with a space before it and one that continues it.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        evaluation: take the evaluation's third of both kinds of tokens; otherwise training's two thirds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, evaluation: bool) -> None:
+        texts = {i: tokenizer.decode([i]) for i in range(min(tokenizer.size, 2**15))}
+        kinds = ([(i, text) for i, text in texts.items() if re.fullmatch(kind, text)] for kind in (" [a-z]{3,8}", "[a-z]{2,8}"))
+        self.starts, self.ends = ([each for n, each in enumerate(kind) if (n % 3 == 0) == evaluation] for kind in kinds)
+
+    def text(self, start: int, end: int) -> str:
+        """Return the word of a start and an end, by their numbers."""
+        return self.starts[start][1] + self.ends[end][1]
+
+    def ids(self, start: int, end: int) -> list[int]:
+        """Return its tokens."""
+        return [self.starts[start][0], self.ends[end][0]]
+
+
+@functools.lru_cache(8)
+def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
+    """Return the tokenizer's words; None if it has few tokens of letters, or encodes most words in another way."""
+    words = Words(tokenizer, evaluation)
+    if min(len(words.starts), len(words.ends)) < MIN_WORDS:
+        return None
+    sample = [(i, i) for i in range(MIN_WORDS)]
+    encoded = tokenizer.encode([words.text(*pair).encode() for pair in sample])
+    right = sum(ids.tolist() == words.ids(*pair) for ids, pair in zip(encoded, sample, strict=True))
+    return words if right > MIN_WORDS // 2 else None
+
+
 class Item(NamedTuple):
     """A sentence and its place: items are sorted by `slot`, 0 to 1 for the text and from 1 for the questions at its end."""
 
@@ -105,14 +145,22 @@ class Needles:
         length: tokens per sequence.
         families: families to draw from, with equal shares.
         num_questions: questions per sequence.
-        digits: digits of a value.
-        evaluation: use the templates and syllables of the evaluation, and ask at the end.
+        digits: digits of a value that is a number.
+        evaluation: use the templates and keys of the evaluation, and ask at the end.
+        max_documents: largest number of documents of a sequence.
     Raises:
         ValueError: an unknown family, a value of one token, or facts and questions that do not fit into the length.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, length: int, families: Sequence[str], num_questions: int, digits: int, evaluation: bool
+        self,
+        tokenizer: Tokenizer,
+        length: int,
+        families: Sequence[str],
+        num_questions: int,
+        digits: int,
+        evaluation: bool,
+        max_documents: int = 1,
     ) -> None:
         unknown = [name for name in families if name not in FAMILIES]
         if unknown or not families:
@@ -120,6 +168,9 @@ class Needles:
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
+        self.words = words_of(tokenizer, evaluation)
+        self.numbers = self.words is None  # whether values are numbers
+        self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
         rng = np.random.default_rng(0)
@@ -127,17 +178,30 @@ class Needles:
         noun = lambda: f"the {rng.choice(adjectives)} {rng.choice(subjects)}"  # noqa: E731
         self._bank = self._encode([f"Today {noun()} {rng.choice(verbs)} {noun()}.\n" for _ in range(BANK)])
         self._bank_sizes = np.array([len(sentence) for sentence in self._bank])
-        value, key = self._encode([" " + "7" * digits, " gabuga"])
-        if len(value) < 2 or len(key) < 2:
+        value, key = self._encode([" " + "7" * digits, " gabuga"])  # words have two tokens
+        if self.words is None and min(len(value), len(key)) < 2:
             raise ValueError(
                 f"digits={digits}: the tokenizer makes one token of a value or a key, and a needle needs two; ask "
                 "for more digits, or use tokenizer=bytes"
             )
         for family in self.families:
             self._require_length(family, self._num_tokens(family))
+        self.parts: list[Needles] = []  # tasks of shorter documents
+        count = 2
+        while count <= max_documents and length % count == num_questions % count == 0:
+            try:
+                self.parts.append(Needles(tokenizer, length // count, families, num_questions // count, digits, evaluation))
+            except ValueError:  # facts and questions do not fit
+                break
+            count *= 2
 
     def sequence(self, rng: np.random.Generator) -> Packed:
-        """Draw one sequence of one family."""
+        """Draw one sequence."""
+        task = [self, *self.parts][int(rng.integers(1 + len(self.parts)))] if self.parts else self
+        return join([task.document(rng) for _ in range(self.length // task.length)])
+
+    def document(self, rng: np.random.Generator) -> Packed:
+        """Draw one document of one family."""
         family = int(rng.integers(len(self.families)))
         self.draw_language(rng)
         items, values, guesses = FAMILIES[self.families[family]](self, rng)
@@ -155,8 +219,9 @@ class Needles:
         return self._label(tokens, items, ends, values, family, guesses)
 
     def draw_language(self, rng: np.random.Generator) -> None:
-        """In training, choose fixed templates or templates of random words."""
+        """In training, choose fixed templates or templates of random words, and words or numbers as values."""
         if not self.evaluation:
+            self.numbers = self.words is None or rng.random() < 0.25
             self.language = TRAINING if rng.random() < 0.5 else random_language(rng)
 
     def _label(
@@ -224,14 +289,22 @@ class Needles:
         return [np.asarray(ids, np.int64) for ids in self.tokenizer.encode([text.encode() for text in texts])]
 
     def keys(self, rng: np.random.Generator, num: int) -> list[str]:
-        """Draw distinct keys of three syllables, each after a space."""
+        """Draw distinct keys, each after a space."""
+        if self.words is not None:
+            self._pairs = self._draw_words(rng, num)
+            return list(self._pairs)
         syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
         numbers = rng.choice(len(syllables) ** 3, num, replace=False)
         split = [(n % len(syllables), n // len(syllables) % len(syllables), n // len(syllables) ** 2) for n in numbers]
         return [" " + "".join(syllables[i] for i in parts) for parts in split]
 
     def near_misses(self, rng: np.random.Generator, key: str) -> list[str]:
-        """Return keys that differ from `key` in one syllable each."""
+        """Return keys that differ from `key` in one token or in one syllable each."""
+        if self.words is not None:
+            start, end = self._pairs[key]
+            words, other = self.words, lambda kind: int(rng.integers(len(kind)))
+            pairs = [(start, other(words.ends)), (other(words.starts), end), (start, other(words.ends))]
+            return [text for text in dict.fromkeys(words.text(*pair) for pair in pairs) if text != key]
         syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
         result = []
         for place in rng.permutation(3)[:NEAR_MISSES]:
@@ -242,8 +315,22 @@ class Needles:
         return result
 
     def values(self, rng: np.random.Generator, num: int) -> list[str]:
-        """Draw numbers, each after a space."""
+        """Draw words or numbers, each after a space."""
+        if self.words is not None and not self.numbers:
+            return list(self._draw_words(rng, num))
         return [f" {number:0{self.digits}d}" for number in rng.integers(0, 10**self.digits, num)]
+
+    def _draw_words(self, rng: np.random.Generator, num: int) -> dict[str, tuple[int, int]]:
+        """Draw distinct words that the tokenizer encodes as these two tokens; return their starts and ends by their texts."""
+        words, drawn = self.words, dict[str, tuple[int, int]]()
+        assert words is not None
+        while len(drawn) < num:
+            starts, ends = (rng.integers(0, len(kind), num).tolist() for kind in (words.starts, words.ends))
+            texts = [words.text(start, end) for start, end in zip(starts, ends, strict=True)]
+            for start, end, text, ids in zip(starts, ends, texts, self._encode_pieces(texts), strict=True):
+                if len(drawn) < num and ids.tolist() == words.ids(start, end):
+                    drawn[text] = start, end
+        return drawn
 
     def slots(self, rng: np.random.Generator, num: int) -> np.ndarray:
         """Draw one place in each of `num` equal parts of the text, in random order."""
@@ -254,6 +341,21 @@ class Needles:
         if self.evaluation or rng.random() < 0.5:
             return 1.0 + question
         return last_fact + (1 - last_fact) * rng.random()
+
+
+def join(documents: Sequence[Packed]) -> Packed:
+    """Return the sequence of these documents; answers of fewer tokens repeat their last position."""
+    width = max(document.answers.positions.shape[1] for document in documents)
+    begins = np.cumsum([0, *(len(document.tokens) for document in documents[:-1])])
+    tables, facts = [], []
+    for document, begin in zip(documents, begins, strict=True):
+        table = document.answers.positions
+        tables.append(np.pad(table, ((0, 0), (0, width - table.shape[1])), mode="edge") + begin)
+        facts.append(document.answers.fact + begin)
+    rest = [np.concatenate(column) for column in zip(*(document.answers[2:] for document in documents), strict=True)]
+    answers = Answers(np.concatenate(tables), np.concatenate(facts), *rest)
+    columns = zip(*(document[:3] for document in documents), strict=True)
+    return Packed(*(np.concatenate(column) for column in columns), answers)
 
 
 def random_language(rng: np.random.Generator) -> Language:

@@ -1,11 +1,14 @@
 """Needle tasks: each answer follows from the facts before it; evaluation and training share neither keys nor templates."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ringspan import ROOT
 from ringspan.trainer.config.schema import Data, Source
+from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.dataset import Dataset, Synthetic
 from ringspan.trainer.data.needles import (
     ALPHABETS,
@@ -17,6 +20,7 @@ from ringspan.trainer.data.needles import (
     Needles,
     random_language,
 )
+from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
 
 LENGTH = 8192
@@ -25,8 +29,11 @@ PARTS = ("train", "held_out")
 
 
 def source(family: str, part: str = "held_out", length: int = LENGTH, **options) -> Synthetic:
+    """A task whose sequences are one document, also in training."""
     sources = {"needles": Source(kind="needles", families=[family], **options)}
-    return Dataset(Data(length=length, sources=sources), BYTES, 0, part).sources[0]
+    task = Dataset(Data(length=length, sources=sources), BYTES, 0, part).sources[0]
+    task.task.parts.clear()
+    return task
 
 
 def lines(language: Language, names: str) -> list[str]:
@@ -145,3 +152,42 @@ def test_a_task_that_does_not_fit_is_one_message() -> None:
 
     with pytest.raises(ValueError, match="digits=5: the tokenizer makes one token"):
         Needles(Short(), LENGTH, ["single"], 16, 5, evaluation=True)
+
+
+def test_training_sequences_are_one_document_or_several_with_their_share_of_the_questions() -> None:
+    sources = {"needles": Source(kind="needles", families=["single", "multi_query"], num_questions=8)}
+    train, held_out = (Dataset(Data(length=LENGTH, sources=sources), BYTES, 0, part).sources[0] for part in PARTS)
+    assert {tuple(held_out.window(n, np.arange(8)).lengths) for n in range(8)} == {(LENGTH,)}
+    counts = set()
+    for number in range(40):
+        window, answers = train.window(number, np.arange(LENGTH)), train.answers(number)
+        documents = np.repeat(np.arange(len(window.lengths)), window.lengths)
+        counts.add(len(window.lengths))
+        assert len(documents) == LENGTH and len(answers.fact) == 8
+        assert (answers.length == LENGTH // len(window.lengths)).all() and (answers.depth < 1).all()
+        assert sorted(np.unique(answers.positions)) == np.flatnonzero(window.labels >= 0).tolist()
+        assert (documents[answers.fact] == documents[answers.positions[:, 0]]).all()
+        assert (window.tokens[np.cumsum(window.lengths) - 1] == BYTES.end).all()
+    assert counts == {1, 2, 4, 8}
+
+
+def test_keys_and_values_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Path) -> None:
+    """Training and evaluation share no token of a key; near misses share one of two."""
+    texts = sorted((ROOT / "docs").rglob("*.md"))
+    train_tokenizer.train(texts, 3000).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFace(tmp_path / "tokenizer.json", "", "")
+    tokens: list[set[int]] = []
+    for evaluation in (False, True):
+        task, rng = Needles(tokenizer, 4096, ["multi_key"], 16, 5, evaluation), np.random.default_rng(0)
+        keys = task.keys(rng, 200)
+        encoded = [ids.tolist() for ids in tokenizer.encode([key.encode() for key in keys])]
+        assert len({*keys}) == 200 and {len(ids) for ids in encoded} == {2}
+        tokens.append({id for ids in encoded for id in ids})
+        start, end = (tokenizer.decode([id]) for id in encoded[0])
+        assert all(near.startswith(start) != near.endswith(end) for near in task.near_misses(rng, keys[0]))
+        documents = [task.document(rng) for _ in range(40)]
+        numbers = [
+            "0" <= tokenizer.decode(document.labels[document.labels >= 0][-2:].tolist())[-1] <= "9" for document in documents
+        ]
+        assert not any(numbers) if evaluation else 2 < sum(numbers) < 20
+    assert not tokens[0] & tokens[1]
