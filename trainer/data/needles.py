@@ -32,6 +32,7 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
 BANK = 512  # filler sentences of a tokenizer
+REDRAWS = 16  # of a document whose facts and questions are longer than estimated
 MIN_WORDS = 64  # least number of tokens of each kind for keys and values of words
 
 
@@ -203,10 +204,13 @@ class Needles:
     def document(self, rng: np.random.Generator) -> Packed:
         """Draw one document of one family."""
         family = int(rng.integers(len(self.families)))
-        self.draw_language(rng)
-        items, values, guesses = FAMILIES[self.families[family]](self, rng)
-        encoded = self._encode_items(items)
-        num_filler = self.length - len(self.begin) - 1 - sum(map(len, encoded))
+        for _ in range(REDRAWS):
+            self.draw_language(rng)
+            items, values, guesses = FAMILIES[self.families[family]](self, rng)
+            encoded = self._encode_items(items)
+            num_filler = self.length - len(self.begin) - 1 - sum(map(len, encoded))
+            if num_filler >= 0:
+                break
         self._require_length(self.families[family], self.length - num_filler)
         sentences = self._filler(rng, num_filler)
         slots = np.array([item.slot for item in items] + [(i + 0.5) / len(sentences) for i in range(len(sentences))])
@@ -261,7 +265,7 @@ class Needles:
             )
 
     def _num_tokens(self, family: str) -> int:
-        """Return an upper estimate of the tokens of facts and questions."""
+        """Return an estimate of the tokens of facts and questions, a tenth above the longest of eight."""
         sizes = []
         for seed in range(8):
             rng = np.random.default_rng(seed)
