@@ -45,6 +45,9 @@ class DistributedContext:
             set_deterministic()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # An operation on the CPU ends with its slowest thread; where other threads and processes run, one of as many
+            # threads as cores waits a time slice for its core.
+            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             # Otherwise ZeRO's transfers wait until a large backward kernel has started its last thread block.
             os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         # Several runs in one process share the default group, because DeepSpeed remembers it.

@@ -332,4 +332,4 @@ def stable_hash(*key: object) -> int:
 def _copy(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would wait for the GPU
+    return x.contiguous().pin_memory().to(device, non_blocking=True)  # from pageable memory the copy would wait for the GPU

@@ -100,13 +100,16 @@ class Words:
 
     Args:
         tokenizer: the run's tokenizer.
-        evaluation: take the evaluation's third of both kinds of tokens; otherwise training's two thirds.
+        part: "keys" are of two thirds of both kinds of tokens, "held_out_keys" of the other third, and "values" of all.
     """
 
-    def __init__(self, tokenizer: Tokenizer, evaluation: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, part: str) -> None:
         texts = {i: tokenizer.decode([i]) for i in range(min(tokenizer.size, 2**15))}
         kinds = ([(i, text) for i, text in texts.items() if re.fullmatch(kind, text)] for kind in (" [a-z]{3,8}", "[a-z]{2,8}"))
-        self.starts, self.ends = ([each for n, each in enumerate(kind) if (n % 3 == 0) == evaluation] for kind in kinds)
+        self.starts, self.ends = (
+            [each for n, each in enumerate(kind) if part == "values" or (n % 3 == 0) == (part == "held_out_keys")]
+            for kind in kinds
+        )
 
     def text(self, start: int, end: int) -> str:
         """Return the word of a start and an end, by their numbers."""
@@ -118,9 +121,9 @@ class Words:
 
 
 @functools.lru_cache(8)
-def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
+def words_of(tokenizer: Tokenizer, part: str) -> Words | None:
     """Return the tokenizer's words; None if it has few tokens of letters, or encodes most words in another way."""
-    words = Words(tokenizer, evaluation)
+    words = Words(tokenizer, part)
     if min(len(words.starts), len(words.ends)) < MIN_WORDS:
         return None
     sample = [(i, i) for i in range(MIN_WORDS)]
@@ -169,7 +172,8 @@ class Needles:
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
-        self.words = words_of(tokenizer, evaluation)
+        self.words = words_of(tokenizer, "held_out_keys" if evaluation else "keys")
+        self.value_words = self.words and words_of(tokenizer, "values")
         self.numbers = self.words is None  # whether values are numbers
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
@@ -295,7 +299,7 @@ class Needles:
     def keys(self, rng: np.random.Generator, num: int) -> list[str]:
         """Draw distinct keys, each after a space."""
         if self.words is not None:
-            self._pairs = self._draw_words(rng, num)
+            self._pairs = self._draw_words(self.words, rng, num)
             return list(self._pairs)
         syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
         numbers = rng.choice(len(syllables) ** 3, num, replace=False)
@@ -320,14 +324,13 @@ class Needles:
 
     def values(self, rng: np.random.Generator, num: int) -> list[str]:
         """Draw words or numbers, each after a space."""
-        if self.words is not None and not self.numbers:
-            return list(self._draw_words(rng, num))
+        if self.value_words is not None and not self.numbers:
+            return list(self._draw_words(self.value_words, rng, num))
         return [f" {number:0{self.digits}d}" for number in rng.integers(0, 10**self.digits, num)]
 
-    def _draw_words(self, rng: np.random.Generator, num: int) -> dict[str, tuple[int, int]]:
+    def _draw_words(self, words: Words, rng: np.random.Generator, num: int) -> dict[str, tuple[int, int]]:
         """Draw distinct words that the tokenizer encodes as these two tokens; return their starts and ends by their texts."""
-        words, drawn = self.words, dict[str, tuple[int, int]]()
-        assert words is not None
+        drawn = dict[str, tuple[int, int]]()
         while len(drawn) < num:
             starts, ends = (rng.integers(0, len(kind), num).tolist() for kind in (words.starts, words.ends))
             texts = [words.text(start, end) for start, end in zip(starts, ends, strict=True)]

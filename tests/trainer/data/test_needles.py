@@ -172,17 +172,20 @@ def test_training_sequences_are_one_document_or_several_with_their_share_of_the_
 
 
 def test_keys_and_values_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Path) -> None:
-    """Training and evaluation share no token of a key; near misses share one of two."""
+    """Training and evaluation share no token of a key, and those of values; near misses share one of two."""
     texts = sorted((ROOT / "docs").rglob("*.md"))
     train_tokenizer.train(texts, 3000).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFace(tmp_path / "tokenizer.json", "", "")
     tokens: list[set[int]] = []
+    values: list[set[int]] = []
     for evaluation in (False, True):
         task, rng = Needles(tokenizer, 4096, ["multi_key"], 16, 5, evaluation), np.random.default_rng(0)
         keys = task.keys(rng, 200)
         encoded = [ids.tolist() for ids in tokenizer.encode([key.encode() for key in keys])]
         assert len({*keys}) == 200 and {len(ids) for ids in encoded} == {2}
         tokens.append({id for ids in encoded for id in ids})
+        task.numbers = False
+        values.append({id for ids in tokenizer.encode([v.encode() for v in task.values(rng, 4000)]) for id in ids})
         start, end = (tokenizer.decode([id]) for id in encoded[0])
         assert all(near.startswith(start) != near.endswith(end) for near in task.near_misses(rng, keys[0]))
         documents = [task.document(rng) for _ in range(40)]
@@ -191,3 +194,4 @@ def test_keys_and_values_are_words_of_two_tokens_where_the_tokenizer_has_them(tm
         ]
         assert not any(numbers) if evaluation else 2 < sum(numbers) < 20
     assert not tokens[0] & tokens[1]
+    assert len(values[0] & values[1]) > 0.95 * len(values[0] | values[1]) and tokens[1] <= values[0] | values[1]
