@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from ringspan.launch import sweep
-from ringspan.launch.supervisor import Outcome, Supervisor
+from ringspan.launch.supervisor import Outcome, Supervisor, num_cores
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import compose, validate
 from ringspan.trainer.config.schema import Config
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     del os.environ["WORLD_SIZE"]
     if not counts_gpus:
         print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} …", flush=True)
-    if (cores := os.cpu_count() or 1) < num_ranks and not validate.has_gpu():
+    if (cores := num_cores()) < num_ranks and not validate.has_gpu():
         print(f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}, so they run slowly", file=sys.stderr)
     if len(jobs) == 1:
         return start([*flag_words, *jobs[0]], num_ranks)[0]
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def start(arguments: list[str], num_ranks: int) -> Outcome:
     """Run the trainer on all ranks until they exit."""
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     return Supervisor([sys.executable, "-m", "ringspan.trainer.train", *arguments], num_ranks, environment).run()
 
 

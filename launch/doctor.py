@@ -19,6 +19,7 @@ from typing import Any
 import ringspan
 from ringspan import ROOT
 from ringspan.launch import listeners
+from ringspan.launch.supervisor import num_cores
 
 REQUIRED = {"torch": "2.11", "numpy": "1.26"}
 TRAIN = {"deepspeed": "0.19", "hydra-core": "1.3", "wandb": "0"}  # the extra ringspan[train]
@@ -121,9 +122,8 @@ def installation(doctor: Doctor) -> None:
 
 def machine(doctor: Doctor) -> None:
     """Check cores, memory, disk space and the C++ compiler."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    doctor.good(f"{cores} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}")
+    doctor.good(f"{num_cores()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}")
     if platform.system() != "Linux":
         doctor.bad(platform.system(), "only Linux is tested")
     shm = Path("/dev/shm")

@@ -16,6 +16,7 @@ import sys
 from dataclasses import replace
 
 from ringspan.kernels.runtime.warmup import DTYPES, TARGETS, AttentionCall, compile_all, current_target, report
+from ringspan.launch.supervisor import num_cores
 
 PROGRAM = "ringspan warmup"
 SHAPE = re.compile(r"(\d+)(?:/(\d+))?x(\d+)(?:/(\d+))?")
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", action="store_true", help=f"the shapes are called with {name}, of any value")
     parser.add_argument("--backend", choices=("auto", "triton", "hopper"), default="auto", help="of the shapes")
     parser.add_argument("--target", choices=TARGETS, help="compile for this chip (default: that of this machine's GPU)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="compiling processes (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=num_cores(), help="compiling processes (default %(default)s)")
     return parser
 
 

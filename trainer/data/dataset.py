@@ -34,7 +34,7 @@ from ringspan.trainer.data.synthetic_tasks import Answers, Packed, Passkey, Reca
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
-MAX_DOCUMENTS = 8  # of a sequence of needles
+MAX_DOCUMENTS = 16  # of a sequence of needles
 PROBES = 8, 8  # every rank reads 8 ranges of 8 tokens of a sample: texts of which all 64 tokens agree are the same
 
 

@@ -13,7 +13,7 @@ distance. No fact is asked for twice, because the first answer would be a nearer
 
 A key is a word of two tokens, drawn from the tokenizer's tokens of letters: then its first token alone finds it in most texts,
 which a model learns long before it learns to compare several tokens. With a tokenizer that has few of them, such as bytes, a
-key is three syllables. A value is such a word too; in a quarter of training's documents, and without such tokens, a number.
+key is three syllables. A value is a number: a model that copies digits need not learn to copy each token of a vocabulary.
 
 Half of training's documents have templates of random words, so that an answer follows from its key, whatever the sentence.
 Training's sequences are one document or 2, 4, … equal ones with their share of the questions: few facts are learned first.
@@ -33,7 +33,7 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
 BANK = 512  # filler sentences of a tokenizer
 REDRAWS = 16  # of a document whose facts and questions are longer than estimated
-MIN_WORDS = 64  # least number of tokens of each kind for keys and values of words
+MIN_WORDS = 64  # least number of tokens of each kind for keys of words
 
 
 class Language(NamedTuple):
@@ -61,11 +61,18 @@ TRAINING = Language(
     ("Let{k} be{v}.\n", "Set{k} ={v}.\n"),
     ("Let{l} be the same as{k}.\n", "Set{l} ={k}.\n"),
     ("The{k} is in the house{l}.\n", "You find the{k} at the house{l}.\n"),
-    ("What is the code of{k}? It is{V}.\n", "Which number does{k} have? The number{V}.\n"),
+    (
+        "What is the code of{k}? The code of{k} is{V}.\n",
+        "Which number does{k} have? Remember that{k} has the number{V}.\n",
+        "What does{k} stand for? In this list{k} stands for{V}.\n",
+    ),
     ("What are all numbers of{k}, in order? They are{V}.\n", "List the entries of{k}:{V}.\n"),
     ("What are the codes of", "{k}", "? They are{V}.\n"),
-    ("What is{k} now? It is{V}.\n", "Print{k}:{V}.\n"),
-    ("What is the code of the house with the{k}? It is{V}.\n", "Open the house of the{k} with{V}.\n"),
+    ("What is{k} now? Now{k} is{V}.\n", "Print{k}:{V}.\n"),
+    (
+        "What is the code of the house with the{k}? The code of the house with the{k} is{V}.\n",
+        "Open the house of the{k} with{V}.\n",
+    ),
 )
 EVALUATION = Language(
     "cfhjrstvwz",
@@ -75,11 +82,11 @@ EVALUATION = Language(
     ("The variable{k} starts as{v}.\n",),
     ("The variable{l} takes the value of{k}.\n",),
     ("The key of{k} hangs in the room{l}.\n",),
-    ("Which value is stored under{k}? The value is{V}.\n",),
+    ("Which value is stored under{k}? The value stored under{k} is{V}.\n",),
     ("Which values are stored under{k}, from first to last? The values are{V}.\n",),
     ("Which values are stored under", "{k}", "? The values are{V}.\n"),
-    ("Which value has the variable{k}? The value is{V}.\n",),
-    ("Which value is stored under the room with the key of{k}? The value is{V}.\n",),
+    ("Which value has the variable{k}? The variable{k} has the value{V}.\n",),
+    ("Which value is stored under the room with the key of{k}? The room with the key of{k} has the value{V}.\n",),
 )
 ALPHABETS = ((TRAINING.consonants, TRAINING.vowels), ("BCDFGHJKLMNPRSTVWZ", "AEIOU"))  # of sentences of random words
 RANDOM_WORDS = (
@@ -100,16 +107,13 @@ class Words:
 
     Args:
         tokenizer: the run's tokenizer.
-        part: "keys" are of two thirds of both kinds of tokens, "held_out_keys" of the other third, and "values" of all.
+        evaluation: take the evaluation's third of both kinds of tokens; otherwise training's two thirds.
     """
 
-    def __init__(self, tokenizer: Tokenizer, part: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, evaluation: bool) -> None:
         texts = {i: tokenizer.decode([i]) for i in range(min(tokenizer.size, 2**15))}
         kinds = ([(i, text) for i, text in texts.items() if re.fullmatch(kind, text)] for kind in (" [a-z]{3,8}", "[a-z]{2,8}"))
-        self.starts, self.ends = (
-            [each for n, each in enumerate(kind) if part == "values" or (n % 3 == 0) == (part == "held_out_keys")]
-            for kind in kinds
-        )
+        self.starts, self.ends = ([each for n, each in enumerate(kind) if (n % 3 == 0) == evaluation] for kind in kinds)
 
     def text(self, start: int, end: int) -> str:
         """Return the word of a start and an end, by their numbers."""
@@ -121,9 +125,9 @@ class Words:
 
 
 @functools.lru_cache(8)
-def words_of(tokenizer: Tokenizer, part: str) -> Words | None:
+def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
     """Return the tokenizer's words; None if it has few tokens of letters, or encodes most words in another way."""
-    words = Words(tokenizer, part)
+    words = Words(tokenizer, evaluation)
     if min(len(words.starts), len(words.ends)) < MIN_WORDS:
         return None
     sample = [(i, i) for i in range(MIN_WORDS)]
@@ -149,7 +153,7 @@ class Needles:
         length: tokens per sequence.
         families: families to draw from, with equal shares.
         num_questions: questions per sequence.
-        digits: digits of a value that is a number.
+        digits: digits of a value.
         evaluation: use the templates and keys of the evaluation, and ask at the end.
         max_documents: largest number of documents of a sequence.
     Raises:
@@ -172,9 +176,7 @@ class Needles:
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
-        self.words = words_of(tokenizer, "held_out_keys" if evaluation else "keys")
-        self.value_words = self.words and words_of(tokenizer, "values")
-        self.numbers = self.words is None  # whether values are numbers
+        self.words = words_of(tokenizer, evaluation)
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
@@ -184,7 +186,7 @@ class Needles:
         self._bank = self._encode([f"Today {noun()} {rng.choice(verbs)} {noun()}.\n" for _ in range(BANK)])
         self._bank_sizes = np.array([len(sentence) for sentence in self._bank])
         value, key = self._encode([" " + "7" * digits, " gabuga"])  # words have two tokens
-        if self.words is None and min(len(value), len(key)) < 2:
+        if len(value) < 2 or (self.words is None and len(key) < 2):
             raise ValueError(
                 f"digits={digits}: the tokenizer makes one token of a value or a key, and a needle needs two; ask "
                 "for more digits, or use tokenizer=bytes"
@@ -227,9 +229,8 @@ class Needles:
         return self._label(tokens, items, ends, values, family, guesses)
 
     def draw_language(self, rng: np.random.Generator) -> None:
-        """In training, choose fixed templates or templates of random words, and words or numbers as values."""
+        """In training, choose fixed templates or templates of random words."""
         if not self.evaluation:
-            self.numbers = self.words is None or rng.random() < 0.25
             self.language = TRAINING if rng.random() < 0.5 else random_language(rng)
 
     def _label(
@@ -323,9 +324,7 @@ class Needles:
         return result
 
     def values(self, rng: np.random.Generator, num: int) -> list[str]:
-        """Draw words or numbers, each after a space."""
-        if self.value_words is not None and not self.numbers:
-            return list(self._draw_words(self.value_words, rng, num))
+        """Draw numbers, each after a space."""
         return [f" {number:0{self.digits}d}" for number in rng.integers(0, 10**self.digits, num)]
 
     def _draw_words(self, words: Words, rng: np.random.Generator, num: int) -> dict[str, tuple[int, int]]:
@@ -377,17 +376,18 @@ def random_language(rng: np.random.Generator) -> Language:
         sentences = [f"{words(1, 3)[1:].capitalize()}{first}{words(0, 3)}{second}.\n" for _ in range(2)]
         return sentences[0], sentences[1]
 
-    def ask() -> tuple[str, str]:
-        sentences = [
-            f"{words(1, 4)[1:].capitalize()}{{k}}{words(0, 2)}? {words(1, 3)[1:].capitalize()}{{V}}.\n" for _ in range(2)
-        ]
-        return sentences[0], sentences[1]
+    def ask(statements: tuple[str, str] | None = None) -> tuple[str, str]:
+        """Questions with an answer of other words, or with one of the statements as the answer."""
+        answers = statements or tuple(f"{words(1, 3)[1:].capitalize()}{{k}}{words(0, 3)}{{v}}.\n" for _ in range(2))
+        questions = [f"{words(1, 4)[1:].capitalize()}{{k}}{words(0, 2)}? {answer}".replace("{v}", "{V}") for answer in answers]
+        return questions[0], questions[1]
 
+    facts = two("{k}", "{v}")
     several = words(1, 4)[1:].capitalize(), "{k}", f"? {words(1, 3)[1:].capitalize()}{{V}}.\n"
     return Language(
         *ALPHABETS[int(rng.integers(len(ALPHABETS)))],
-        facts=two("{k}", "{v}"), values=two("{k}", "{v}"), roots=two("{k}", "{v}"), copies=two("{l}", "{k}"),
-        places=two("{k}", "{l}"), questions=ask(), all_values=ask(), several=several, variable=ask(), place=ask(),
+        facts=facts, values=two("{k}", "{v}"), roots=two("{k}", "{v}"), copies=two("{l}", "{k}"),
+        places=two("{k}", "{l}"), questions=ask(facts), all_values=ask(), several=several, variable=ask(), place=ask(),
     )  # fmt: skip
 
 
