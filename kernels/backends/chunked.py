@@ -61,14 +61,16 @@ def _visible_tiles(block: Block) -> Iterator[tuple[slice, list[tuple[slice, bool
     """
     q_chunk, k_chunk = _chunks(block.q)
     q_positions, k_positions = positions(block.q_at), positions(block.k_at)
-    lo, hi = block.mask.host_mask().interval(q_positions)
+    host_mask = block.mask.host_mask()
+    complete = host_mask is block.mask  # else it leaves out documents or a prefix on a GPU, which hide keys of any tile
+    lo, hi = host_mask.interval(q_positions)
     key_chunks = [slice(start, min(start + k_chunk, len(k_positions))) for start in range(0, len(k_positions), k_chunk)]
     spans = [(keys, int(k_positions[keys].min()), int(k_positions[keys].max())) for keys in key_chunks]
     for start in range(0, len(q_positions), q_chunk):
         rows = slice(start, min(start + q_chunk, len(q_positions)))
         (lowest, low), (high, highest) = (map(int, bound[..., rows].aminmax()) for bound in (lo, hi))
         visible = (span for span in spans if span[1] <= highest and span[2] >= lowest)
-        yield rows, [(keys, first < low or last > high) for keys, first, last in visible]
+        yield rows, [(keys, not complete or first < low or last > high) for keys, first, last in visible]
 
 
 def _chunks(q: Tensor) -> tuple[int, int]:

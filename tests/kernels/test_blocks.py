@@ -378,6 +378,22 @@ def test_head_start_shifts_dropout(device: str) -> None:
         torch.testing.assert_close(half, out[:, :, 2:], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["documents", "prefix"])
+def test_chunked_masks_every_tile_whose_documents_or_prefix_are_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host then chooses tiles by a mask that shows more."""
+    mask = Mask(causal=True, documents=torch.arange(64) // 40) if rule == "documents" else Mask(causal=True, prefix=20)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.Q_CHUNK", 8)
+    monkeypatch.setattr("ringspan.kernels.backends.chunked.K_CHUNK", 8)
+    leaves = [torch.randn(1, 64, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    expected = attention(*leaves, mask, backend="reference")
+    wider = Mask(causal=rule == "documents")
+    monkeypatch.setattr(Mask, "host_mask", lambda self: wider)
+    out = attention(*leaves, mask, backend="chunked")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 def test_block_functions_read_no_values_of_tensors(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors have no values, so code that runs on them does not synchronise with a GPU either."""
