@@ -176,7 +176,7 @@ class Needles:
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
-        self.words = words_of(tokenizer, evaluation)
+        self.words = words_of(tokenizer, evaluation)  # type: ignore[arg-type]  # tokenizers are hashable
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
@@ -311,8 +311,8 @@ class Needles:
         """Return keys that differ from `key` in one token or in one syllable each."""
         if self.words is not None:
             start, end = self._pairs[key]
-            words, other = self.words, lambda kind: int(rng.integers(len(kind)))
-            pairs = [(start, other(words.ends)), (other(words.starts), end), (start, other(words.ends))]
+            words, draw = self.words, lambda kind: int(rng.integers(len(kind)))
+            pairs = [(start, draw(words.ends)), (draw(words.starts), end), (start, draw(words.ends))]
             return [text for text in dict.fromkeys(words.text(*pair) for pair in pairs) if text != key]
         syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
         result = []
@@ -360,8 +360,8 @@ def join(documents: Sequence[Packed]) -> Packed:
         facts.append(document.answers.fact + begin)
     rest = [np.concatenate(column) for column in zip(*(document.answers[2:] for document in documents), strict=True)]
     answers = Answers(np.concatenate(tables), np.concatenate(facts), *rest)
-    columns = zip(*(document[:3] for document in documents), strict=True)
-    return Packed(*(np.concatenate(column) for column in columns), answers)
+    tokens, labels, lengths = (np.concatenate(column) for column in zip(*(each[:3] for each in documents), strict=True))
+    return Packed(tokens, labels, lengths, answers)
 
 
 def random_language(rng: np.random.Generator) -> Language:
