@@ -15,11 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 from ringspan.launch import sweep
-from ringspan.launch.supervisor import Outcome, Supervisor, num_cores
+from ringspan.launch.supervisor import Outcome, Supervisor
 from ringspan.trainer.checkpoint import run_folder
 from ringspan.trainer.config import compose, validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.monitoring import console
+from ringspan.trainer.planning.host_memory import num_cores
 
 PROGRAM = "ringspan launch"
 

@@ -19,7 +19,7 @@ from typing import Any
 import ringspan
 from ringspan import ROOT
 from ringspan.launch import listeners
-from ringspan.launch.supervisor import num_cores
+from ringspan.trainer.planning.host_memory import num_cores
 
 REQUIRED = {"torch": "2.11", "numpy": "1.26"}
 TRAIN = {"deepspeed": "0.19", "hydra-core": "1.3", "wandb": "0"}  # the extra ringspan[train]

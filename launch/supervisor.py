@@ -173,11 +173,6 @@ class Supervisor:
                 process.wait()
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def bind_store() -> socket.socket:
     """Return a socket of the loopback interface for torch's store, which listens on it."""
     store = socket.socket()

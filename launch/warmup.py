@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 
 from ringspan.kernels.runtime.warmup import DTYPES, TARGETS, AttentionCall, compile_all, current_target, report
-from ringspan.launch.supervisor import num_cores
+from ringspan.trainer.planning.host_memory import num_cores
 
 PROGRAM = "ringspan warmup"
 SHAPE = re.compile(r"(\d+)(?:/(\d+))?x(\d+)(?:/(\d+))?")

@@ -20,6 +20,7 @@ from ringspan.trainer import network
 from ringspan.trainer.config.compose import ConfigError
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import mesh_of
+from ringspan.trainer.planning.host_memory import num_cores
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,8 @@ class DistributedContext:
             torch.cuda.set_device(self.device)
             # An operation on the CPU ends with its slowest thread; where other threads and processes run, one of as many
             # threads as cores waits a time slice for its core.
-            torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+            cores = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+            torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // 2)))
             # Otherwise ZeRO's transfers wait until a large backward kernel has started its last thread block.
             os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         # Several runs in one process share the default group, because DeepSpeed remembers it.

@@ -1,4 +1,4 @@
-"""Host memory of this process: of the machine, and within the limits of its container. Imports no torch."""
+"""Memory and cores of this host, within the limits of its container. Imports no torch."""
 
 import contextlib
 import math
@@ -53,6 +53,11 @@ def _reclaimed(folder: Path, used: float) -> float:
             if name in ("inactive_file", "total_inactive_file"):
                 return used - float(value)
     return used
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory_per_rank() -> float:

@@ -1,12 +1,13 @@
 """Machines: known ones from datasheets, this one measured, and changes by the options `hardware`."""
 
 import math
+import os
 
 import pytest
 
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import Config
-from ringspan.trainer.planning.host_memory import host_memory
+from ringspan.trainer.planning.host_memory import host_memory, num_cores
 from ringspan.trainer.planning.machines import MACHINES, MATMUL_EFFICIENCY, resolve_machine
 from ringspan.trainer.planning.memory import GIB
 from tests.trainer.planning.configs import planned
@@ -32,3 +33,11 @@ def test_cpu_is_measured() -> None:
     target, ranks = resolve_machine(config)
     assert (target.name, target.gpu, ranks) == ("CPU rank", False, 2) and target.memory == host_memory() / 2
     assert target.matmuls > 0 and target.attention is not None and min(target.attention) > 0
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 5})
+    assert num_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # not on Linux
+    assert num_cores() == 64
