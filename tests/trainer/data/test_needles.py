@@ -10,16 +10,8 @@ from ringspan import ROOT
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.dataset import Dataset, Synthetic
-from ringspan.trainer.data.needles import (
-    ALPHABETS,
-    EVALUATION,
-    FAMILIES,
-    RANDOM_WORDS,
-    TRAINING,
-    Language,
-    Needles,
-    random_language,
-)
+from ringspan.trainer.data.needle_language import ALPHABETS, EVALUATION, RANDOM_WORDS, TRAINING, Language, random_language
+from ringspan.trainer.data.needles import FAMILIES, Needles
 from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
 
