@@ -1,7 +1,7 @@
 """Needle tasks: facts at all depths of a text of random sentences, and questions about them whose answers alone have labels.
 
     single       a key with a value, asked for by the key
-    multi_key    the same among three near misses per key: keys that differ from it in one syllable, with other values
+    multi_key    the same among three near misses per key: keys that differ from it in one token or syllable, with other values
     multi_value  four values of one key, asked for in the order in which they are stated
     multi_query  one question about four keys
     variables    chains of assignments of 1 to 4 hops; the last variable is asked for
