@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 from ringspan.kernels.runtime.call_cache import tensor_signature
+from ringspan.kernels.runtime.triton_compat import hash_callees
 
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
@@ -114,6 +116,8 @@ class Launch:
 
     def compile(self, programs: int, arguments: dict[str, Any]) -> Any:
         """Return the compiled kernel, which Triton takes from its cache where possible. Needs no GPU."""
+        if isinstance(self.kernel, JITFunction):  # not in Triton's interpreter
+            hash_callees(self.kernel)
         return self.kernel.warmup(**any_sizes(arguments), grid=(programs,))
 
 

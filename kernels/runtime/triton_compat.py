@@ -1,5 +1,6 @@
 """Differences between Triton 3.6 to 3.9 and between chips: renamed functions, compiler limits, chip names, the interpreter."""
 
+import dis
 import functools
 import os
 from typing import Any
@@ -10,6 +11,7 @@ from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.jit import JITCallable
 
 # Gluon renamed loads and stores in 3.8 and the barrier in 3.7; from 3.8 on it has a function for TMA reduce-add.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -70,6 +72,19 @@ def triton_runs_on(device: torch.device) -> bool:
 def hopper_runs_on(device: torch.device) -> bool:
     """Return whether the Hopper kernels run on this device."""
     return device.type != "cpu" and chip(device) == "sm_90"
+
+
+def hash_callees(function: JITCallable) -> None:
+    """Compute the cache keys of all functions that a kernel calls, callees first.
+
+    A key contains the global constants of those callees only whose own keys were computed earlier (Triton before 3.8). Without
+    this a kernel's key, and with it the entry in the cache on disk, depends on which kernels the process compiled before.
+    """
+    for instruction in dis.get_instructions(function.fn):
+        callee = function.__globals__.get(instruction.argval) if instruction.opname == "LOAD_GLOBAL" else None
+        if isinstance(callee, JITCallable) and callee.hash is None and callee is not function:
+            hash_callees(callee)
+            callee.cache_key  # noqa: B018  (a property that stores the key)
 
 
 def _repair_interpreter() -> None:

@@ -18,6 +18,7 @@ from ringspan import Mask
 from ringspan.kernels.backends.hopper.arguments import descriptor
 from ringspan.kernels.runtime import launch
 from ringspan.kernels.runtime.launch import Arguments, Launch, any_sizes
+from ringspan.kernels.runtime.triton_compat import VERSION
 from tests.kernels.runtime import compilations
 
 
@@ -239,3 +240,34 @@ def test_other_arguments_are_compiled_as_they_are() -> None:
     x = tensor()
     arguments = dict(x=x, rows=16, factor=0.5, descriptor=descriptor(x, 8, 64, 64), mask=(x, None, True))
     assert any_sizes(arguments) == arguments
+
+
+KEYS_OF_ALL_KERNELS = """
+import importlib, json, pathlib, sys
+from triton.runtime.jit import JITFunction
+from ringspan.kernels.runtime import triton_compat
+
+root = pathlib.Path(triton_compat.__file__).parents[1] / "backends"
+functions = {}
+for path in sorted(root.glob("*/*.py")):
+    module = importlib.import_module(f"ringspan.kernels.backends.{path.parent.name}.{path.stem}")
+    functions.update((f"{module.__name__}.{name}", f) for name, f in vars(module).items() if isinstance(f, JITFunction))
+for name in sorted(functions, reverse=sys.argv[1] == "reversed"):
+    if sys.argv[2] == "callees":
+        triton_compat.hash_callees(functions[name])
+    functions[name].cache_key
+print(json.dumps({name: f.cache_key for name, f in functions.items()}))
+"""
+
+
+def test_cache_keys_do_not_depend_on_the_order_of_compiling() -> None:
+    """Otherwise a run compiles kernels again that `ringspan warmup` or another process put into the cache on disk."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+    def keys(order: str, callees: str) -> dict[str, str]:
+        command = [sys.executable, "-c", KEYS_OF_ALL_KERNELS, order, callees]
+        return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert keys("sorted", "callees") == keys("reversed", "callees")
+    # from Triton 3.8 on also without hash_callees
+    assert (keys("sorted", "none") == keys("reversed", "none")) == (VERSION >= (3, 8))
