@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ringspan.kernels.backends.block import Carry
 from ringspan.kernels.backends.choose import BACKENDS
-from ringspan.kernels.blocks import block_backward, block_forward, find_forward, output_delta
+from ringspan.kernels.blocks import block_backward, block_forward, find_forward, new_outputs, output_delta
 from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.runtime.call_cache import FULL_MASK, Replay
 from ringspan.kernels.runtime.custom_op import may_bypass_dispatcher, operator, without_dispatcher
+from ringspan.kernels.runtime.precompile import precompile
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.kernels.validate import AttentionOptions, cast_for_autocast, check_mask, check_qkv, check_tangents
 
@@ -229,7 +230,15 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     mask, options = _mask_and_options(starts, ends, prefix, seed, numbers, factors, backend)
     carry = None if sinks is None else sink_carry(sinks, q)
+    if q.device.type != "cpu" and (q.requires_grad or k.requires_grad or v.requires_grad):
+        precompile(_backward_on_meta, q, k, v, starts, ends, prefix, sinks, seed, numbers, factors, backend)
     return block_forward(q, k, v, mask, *mask.joint_segments(q.shape[1], k.shape[1]), carry=carry, **options)
+
+
+def _backward_on_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+    """Compile the kernels of a backward from the forward's arguments on meta."""
+    out, lse = new_outputs(q, v, last=True)
+    without_dispatcher["attention_backward"](out, None, out, lse, q, k, v, *rest)
 
 
 @derivative("attention_backward")

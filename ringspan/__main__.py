@@ -23,6 +23,7 @@ COMMANDS = {  # command: (module with main(argv), what it does)
     "warmup": ("ringspan.launch.warmup", "compile the attention kernels of a run or of shapes before its first step"),
     "doctor": ("ringspan.launch.doctor", "check this machine for training"),
     "bench kernels": ("ringspan.kernels.bench.__main__", "benchmark attention on one GPU"),
+    "bench first-call": ("ringspan.kernels.bench.first_call", "time a process's first forward and backward"),
     "bench matmul": ("ringspan.kernels.bench.matmul", "measure matmuls by shape, for ringspan check"),
     "bench ring": ("ringspan.parallel.bench.__main__", "benchmark the ring; start it with torchrun"),
     "bench rehearse": ("ringspan.parallel.bench.rehearse", "time one rank of a ring on one GPU, with modelled transfers"),

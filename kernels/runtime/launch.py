@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
 from ringspan.kernels.runtime.call_cache import tensor_signature
-from ringspan.kernels.runtime.triton_compat import hash_callees
+from ringspan.kernels.runtime.precompile import compile_kernel
 
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
@@ -116,9 +115,7 @@ class Launch:
 
     def compile(self, programs: int, arguments: dict[str, Any]) -> Any:
         """Return the compiled kernel, which Triton takes from its cache where possible. Needs no GPU."""
-        if isinstance(self.kernel, JITFunction):  # not in Triton's interpreter
-            hash_callees(self.kernel)
-        return self.kernel.warmup(**any_sizes(arguments), grid=(programs,))
+        return compile_kernel(self.kernel, (programs,), any_sizes(arguments))
 
 
 def any_sizes(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""Threads that shorten a process's first call of a kernel.
+
+    hash of Triton        a part of every key in Triton's cache on disk: computed from the import of this module on
+    backward's kernels    compiled beside those of the first forward of their kind: `precompile`
+
+Triton releases Python's lock in the hash and in most of a compilation.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
+
+from ringspan.kernels.runtime.triton_compat import INTERPRETED, VERSION, hash_callees
+
+hash_of_triton = threading.Thread(target=triton_key, daemon=True)
+_hashing_callees = threading.Lock()
+_compiling: dict[int, threading.Lock] = {}  # by kernel: a call waits for the thread that compiles its kernel
+_precompiled: set[Any] = set()
+
+
+def start_hash_of_triton() -> None:
+    """Start the thread, if it was not started before."""
+    if hash_of_triton.ident is None:
+        hash_of_triton.start()
+
+
+def compile_kernel(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Any:
+    """Return the compiled kernel, from Triton's cache where possible; None in Triton's interpreter."""
+    if hash_of_triton.is_alive():
+        hash_of_triton.join()
+    if isinstance(kernel, JITFunction) and VERSION < (3, 8):
+        with _hashing_callees:
+            hash_callees(kernel)
+    with _compiling.setdefault(id(kernel), threading.Lock()):
+        return kernel.warmup(**arguments, grid=grid)
+
+
+def precompile(run: Callable[..., Any], *args: Any) -> threading.Thread | None:
+    """Compile the kernels of run(*args) in a thread, once for each kind of arguments; args[0] is a tensor.
+
+    `run` gets meta tensors in place of the tensors, so that its launches only compile. Its errors are left to the real call.
+    """
+    kind = run, *((x.dtype, x.shape[2:]) if isinstance(x, Tensor) else str(x) for x in args)
+    if kind in _precompiled:
+        return None
+    _precompiled.add(kind)
+    device = args[0].device
+    on_meta = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in args
+    ]
+
+    def compile_all() -> None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), suppress(Exception):
+            run(*on_meta)
+
+    thread = threading.Thread(target=compile_all)
+    thread.start()
+    return thread
+
+
+if (torch.version.cuda or torch.version.hip) and not INTERPRETED:
+    start_hash_of_triton()
