@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -59,6 +60,7 @@ def precompile(run: Callable[..., Any], *args: Any) -> threading.Thread | None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), suppress(Exception):
             run(*on_meta)
 
+    _ = triton.runtime.driver.active  # made here, because two threads would make two
     thread = threading.Thread(target=compile_all)
     thread.start()
     return thread
