@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # another worker has the other cores
 
 
-# The longest files first, so that both workers end at about the same time.
+# The longest files first, so that all workers end at about the same time.
 FIRST = (
     "test_run", "test_blocks", "test_ring", "test_copy_engine", "test_streams", "test_launch", "test_parity", "test_on_cpu",
     "test_resume",
