@@ -59,6 +59,7 @@ EVERY_NTH = {
     "test_without_the_checksum_of_samples_a_ring_trains_on": 0, "test_without_the_comparison_a_changed_file_trains_on": 0,
     "test_a_shard_that_changes_under_a_run_is_one_message": 2, "test_a_mutated_manifest_never_ends_a_start": 4,
     "test_unreadable_data_is_one_message_and_exit_code_2": 2, "test_types_reach_users_and_checks_reach_the_folders": 0,
+    "test_a_second_warmup_finds_all_kernels_in_the_cache": 0, "test_a_full_cache_is_faster_than_an_empty_one": 0,
 }  # fmt: skip
 
 
