@@ -1,6 +1,6 @@
 """Time of a process's first forward and backward: with an empty cache on disk, and with a full one.
 
-    ringspan bench first-call                            on this GPU; a shape of each head dim, about 2 minutes
+    ringspan bench first-call                            on this GPU; shapes of five head dims, a few minutes
     ringspan bench first-call d128-causal-4k --save
     ringspan bench first-call --target sm_90             without a GPU: compiles only, which is most of the time
     ringspan bench first-call --compare                  also without the threads of kernels/runtime/precompile.py
@@ -21,50 +21,45 @@ from typing import Any
 
 import torch
 
+import ringspan.kernels.attention  # noqa: F401  (registers the operators)
 from ringspan.kernels.bench.measure import SAVE_HELP, machine, result_path, slug
 from ringspan.kernels.bench.shapes import SHAPES, Shape, mask_of
-from ringspan.kernels.runtime.warmup import TARGETS
+from ringspan.kernels.runtime import precompile
+from ringspan.kernels.runtime.custom_op import without_dispatcher
+from ringspan.kernels.runtime.warmup import TARGETS, compile_for
 
 PROGRAM = "ringspan bench first-call"
 DEFAULT = ("d64-causal-16k", "d96-causal-16k", "d128-causal-16k", "d192-128-causal-8k", "d256-causal-16k")
-RUNS = ("cold", "cached", "cached")
+RUNS = ("cold", "cached")
 
 
 def first_call(shape: Shape, target: str | None, sequential: bool) -> dict[str, float]:
-    """Return the seconds of this process's first forward and backward; with a target it compiles both on meta tensors."""
-    from ringspan.kernels.runtime import precompile
-    from ringspan.kernels.runtime.warmup import compile_for
+    """Return the seconds of this process's first forward and backward; with a target it compiles both on meta tensors.
 
+    It calls the operators, because `attention` on meta tensors computes shapes only. If sequential, inputs need no gradient, so
+    that the forward compiles no backward.
+    """
     if target is not None:
-        compile_for(target, dict(os.environ))
-    if not sequential:
-        precompile.start_hash_of_triton()
-    import ringspan.kernels.attention as module
-
-    if sequential:
-        module.precompile = lambda *_: None
+        compile_for(target)
     device = "cuda" if target is None else "meta"
     widths = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_width)
-    sizes = [(shape.batch, shape.length, *width) for width in widths]
-    q, k, v = (torch.zeros(size, device=device, dtype=torch.bfloat16, requires_grad=True) for size in sizes)
-    mask = mask_of(shape)
+    q, k, v = (
+        torch.zeros(shape.batch, shape.length, *width, device=device, dtype=torch.bfloat16, requires_grad=not sequential)
+        for width in widths
+    )
+    left, right, padded, *tensors = mask_of(shape).bounds(q.device)
+    args = q, k, v, *tensors, None, None, [left, right, int(padded), 0], [shape.head_dim**-0.5, 0.0, 0.0], "auto"
     if not sequential:
+        precompile.start_hash_of_triton()
         precompile.hash_of_triton.join()  # a training process makes its model meanwhile
     _wait(device)
     began = time.perf_counter()
-    if target is None:
-        out = module.attention(q, k, v, mask)
-    else:  # meta tensors in `attention` would compute shapes only
-        left, right, padded, *tensors = mask.bounds(q.device)
-        args = q, k, v, *tensors, None, None, [left, right, int(padded), 0], [shape.head_dim**-0.5, 0.0, 0.0], "auto"
-        out, lse = (x.detach() for x in module.without_dispatcher["attention_forward"](*args))
-    _wait(device)
-    middle = time.perf_counter()
-    if target is None:
-        out.backward(torch.zeros_like(out))
-    else:
-        module.without_dispatcher["attention_backward"](out, None, out, lse, *args)
-    _wait(device)
+    with torch.no_grad():
+        out, lse = without_dispatcher["attention_forward"](*args)
+        _wait(device)
+        middle = time.perf_counter()
+        without_dispatcher["attention_backward"](out, None, out, lse, *args)
+        _wait(device)
     return dict(forward_s=middle - began, backward_s=time.perf_counter() - middle)
 
 
@@ -90,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=DEFAULT, metavar="SHAPE", help="as in `ringspan bench kernels`")
     parser.add_argument("--target", choices=TARGETS, help="only compile, for this chip")
+    parser.add_argument("--rounds", type=int, default=3, help="of a cold and a cached process each (default %(default)s)")
     parser.add_argument("--compare", action="store_true", help="measure also without the threads of precompile.py")
     for name in ("--child", "--sequential"):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
@@ -98,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.shapes if name not in SHAPES]:
         parser.error(f"there is no shape {unknown[0]}: use {', '.join(SHAPES)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds={args.rounds}: it must be at least 1")
     if args.child:
         print(json.dumps(first_call(SHAPES[args.shapes[0]], args.target, args.sequential)))
         return 0
@@ -109,12 +107,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     target = ["--target", args.target] if args.target else []
-    command = " ".join([PROGRAM, *args.shapes, *target, *["--compare"] * args.compare])
+    command = " ".join([PROGRAM, *args.shapes, *target, "--rounds", str(args.rounds), *["--compare"] * args.compare])
     about |= dict(kind="first calls", cores=os.cpu_count(), target=args.target, command=command)
     rows: list[dict[str, Any]] = []
     print(f"{about['device']}; seconds of a process's first forward, backward and both", flush=True)
     for name in args.shapes:
-        for sequential in (False, True)[: 1 + args.compare]:
+        for sequential in [False, True][: 1 + args.compare] * args.rounds:
             with tempfile.TemporaryDirectory() as cache:
                 times = measure(name, target + ["--sequential"] * sequential, cache)
             for run, row in zip(RUNS, times, strict=True):

@@ -77,15 +77,20 @@ def compile_all(calls: list[AttentionCall], target: str, processes: int) -> Iter
     jobs = [Job(call, direction) for call in dict.fromkeys(calls) for direction in ("forward", "backward")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), context, compile_for, (target, environment)) as pool:
+    with ProcessPoolExecutor(min(processes, len(jobs)), context, _initialize, (environment, target)) as pool:
         for done in as_completed([pool.submit(compile_job, job) for job in jobs]):
             yield done.result()
 
 
-def compile_for(target: str, environment: dict[str, str]) -> None:
-    """Make this process compile for a chip that it may not have. Triton reads some of the environment at its import."""
+def _initialize(environment: dict[str, str], target: str) -> None:
+    """Prepare a process of the pool before it imports Triton, which reads the environment."""
     os.environ.clear()
     os.environ.update(environment)
+    compile_for(target)
+
+
+def compile_for(target: str) -> None:
+    """Make this process compile for a chip, which it may not have."""
     from ringspan.kernels.runtime.ahead_of_time import select_target
     from ringspan.kernels.runtime.triton_compat import chip
 
