@@ -10,7 +10,9 @@ grid of a torch DeviceMesh instead, in any order.
 """
 
 import math
+import weakref
 from datetime import timedelta
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,6 +43,12 @@ class Mesh:
     Raises:
         ValueError: A size is not a positive int, the sizes do not match the number of ranks, or the timeout is not positive.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        mesh = super().__new__(cls)
+        # A script's mesh would keep destroyed groups until Python exits, when one of Gloo's threads can abort the process.
+        weakref.finalize(mesh, vars(mesh).clear)
+        return mesh
 
     def __init__(self, data: int = 1, ring: int = 1, ulysses: int = 1, timeout: timedelta | float | None = None) -> None:
         for name, size in (("data", data), ("ring", ring), ("ulysses", ulysses)):

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
 
 COMPARED_CALLS = 3
-_calls: dict[str, tuple[dist.ProcessGroup, Counter[int]]] = {}  # with the group: a new group can have a destroyed one's name
+_calls: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 Description = dict[str, str]
 
 
@@ -47,10 +48,7 @@ def report_rejection(group_name: str, device: torch.device, error: ValueError, c
 
 
 def _is_due(group_name: str, compared_calls: int) -> bool:
-    group = group_by_name(group_name)
-    if group_name not in _calls or _calls[group_name][0] is not group:
-        _calls[group_name] = group, Counter()
-    counts = _calls[group_name][1]
+    counts = _calls.setdefault(group_by_name(group_name), Counter())
     counts[compared_calls] += 1  # ring calls and Ulysses exchanges have different limits, and a count each
     steps = progress.steps_done()
     is_early = counts[compared_calls] <= compared_calls or (steps is not None and steps < COMPARED_CALLS)

@@ -7,11 +7,12 @@ fails, the late ranks are those whose number is lower.
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_num_collectives: dict[str, tuple[ProcessGroup, int]] = {}  # with the group: a new group can have a destroyed one's name
+_num_collectives: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
@@ -20,14 +21,12 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     Returns:
         A function that names the ranks that have not reached it at the time of its call; all peer ranks if none is late.
     """
-    name = group.group_name
-    counted_group, number = _num_collectives.get(name, (group, 0))
-    number = number + 1 if counted_group is group else 1
-    _num_collectives[name] = group, number
+    number = _num_collectives.get(group, 0) + 1
+    _num_collectives[group] = number
     local_rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != local_rank]
     with suppress(RuntimeError):  # if the store is gone, the collective itself fails
-        store.set(_key(name, local_rank), str(number))
+        store.set(_key(group.group_name, local_rank), str(number))
     return lambda: rank_names(_late(group) or peers)
 
 
@@ -48,7 +47,7 @@ def await_arrivals(group: ProcessGroup, timeout_s: float) -> None:
 
 def _late(group: ProcessGroup) -> list[int]:
     """Return the ranks that have not announced this rank's last collective; none if the store is gone."""
-    name, (_, number) = group.group_name, _num_collectives[group.group_name]
+    name, number = group.group_name, _num_collectives[group]
     store = dist.distributed_c10d._get_default_store()
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     try:

@@ -8,6 +8,7 @@ import os
 import socket
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,10 @@ class RingGroups(NamedTuple):
     peers: str = ""  # names of the peer ranks, such as "ranks 0, 2, 3"
 
 
-# By name, together with the group: once all groups have been destroyed, new groups get the same names.
-_gradient_groups: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
-_ring_groups: dict[str, RingGroups] = {}
+# Without references to their keys: a destroyed group has to end its threads. One of Gloo's that releases a tensor while Python
+# exits aborts the process.
+_gradient_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[ProcessGroup, tuple[bool, list[int], float, str]] = WeakKeyDictionary()
 
 
 def as_process_group(group: GroupLike | None, name: str = "group") -> ProcessGroup | None:
@@ -100,30 +102,28 @@ def group_by_name(name: str) -> ProcessGroup:
 
 def register_gradient_group(group: ProcessGroup, gradient_group: ProcessGroup) -> None:
     """Set the gradient group of a group. A Mesh creates both on all ranks, which every backend supports."""
-    _gradient_groups[group.group_name] = group, gradient_group
+    _gradient_groups[group] = gradient_group
 
 
 def ring_groups(group: ProcessGroup, device: torch.device) -> RingGroups:
     """Return both groups, ready for messages between any two ranks. The first call is a collective of the group."""
-    name = group.group_name
-    if name not in _ring_groups or _ring_groups[name].group is not group:
-        owner, gradient_group = _gradient_groups.get(name, (None, None))
-        if owner is not group or gradient_group is None:
-            gradient_group = _new_gradient_group(group, device)
+    if group not in _connections:
+        if group not in _gradient_groups:
+            _create_gradient_group(group, device)
         hosts: list[str] = []
-        ranks, timeout, groups = dist.get_process_group_ranks(group), timeout_of(group, device), (group, gradient_group)
+        ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
         missing = arrivals.announce_arrival(group)
 
         def connect() -> None:
             hosts.extend(all_gather_json(_host_id(device), group, device))
             # NCCL creates a communicator in its first collective, which needs all ranks; later messages involve two ranks.
-            for each in groups:
+            for each in (group, _gradient_groups.get(group, group)):
                 dist.all_reduce(torch.zeros(1, device=device), group=each)
 
         progress.wait(connect, lambda: f"{missing()}, to connect", timeout.total_seconds())
         peers = arrivals.rank_names([rank for rank in ranks if rank != dist.get_rank()])
-        _ring_groups[name] = RingGroups(group, gradient_group, len(set(hosts)) == 1, ranks, timeout.total_seconds(), peers)
-    return _ring_groups[name]
+        _connections[group] = len(set(hosts)) == 1, ranks, timeout.total_seconds(), peers
+    return RingGroups(group, _gradient_groups.get(group, group), *_connections[group])
 
 
 def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
@@ -133,15 +133,14 @@ def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> timed
     return getattr(options, "_timeout", timedelta(minutes=10))
 
 
-def _new_gradient_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+def _create_gradient_group(group: ProcessGroup, device: torch.device) -> None:
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=timeout)
-    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        # A communicator bound to its device is split off its parent, which needs ranks outside the group. Sharing one group is
-        # correct but slower: gradients queue with K/V. A Mesh creates the second group in advance.
-        return group
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        _gradient_groups[group] = dist.new_group(ranks, timeout=timeout)
+    elif dist.distributed_c10d._get_default_group().bound_device_id is None:
+        _gradient_groups[group] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    # Else gradients use the ring's group: a communicator bound to its device is split off its parent, which needs ranks outside
+    # the group. That is correct but slower, since gradients queue with K/V. A Mesh creates the second group in advance.
 
 
 def _host_id(device: torch.device) -> str:
