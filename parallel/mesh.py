@@ -12,7 +12,6 @@ grid of a torch DeviceMesh instead, in any order.
 import math
 import weakref
 from datetime import timedelta
-from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -44,12 +43,6 @@ class Mesh:
         ValueError: A size is not a positive int, the sizes do not match the number of ranks, or the timeout is not positive.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        mesh = super().__new__(cls)
-        # A script's mesh would keep destroyed groups until Python exits, when one of Gloo's threads can abort the process.
-        weakref.finalize(mesh, vars(mesh).clear)
-        return mesh
-
     def __init__(self, data: int = 1, ring: int = 1, ulysses: int = 1, timeout: timedelta | float | None = None) -> None:
         for name, size in (("data", data), ("ring", ring), ("ulysses", ulysses)):
             if type(size) is not int or size < 1:
@@ -70,6 +63,7 @@ class Mesh:
         if dist.is_initialized():
             self.timeout = self.timeout or process_groups.timeout_of(dist.distributed_c10d._get_default_group())
             self._build_groups()
+            self._drop_groups_at_exit()
 
     @classmethod
     def from_device_mesh(
@@ -125,6 +119,7 @@ class Mesh:
             raise ValueError(f"data={data!r}, ring={ring!r}, ulysses={ulysses!r}: each dimension may be used once")
         mesh = cls.__new__(cls)
         mesh._take_axes(device_mesh, axes)
+        mesh._drop_groups_at_exit()
         return mesh
 
     def _take_axes(self, device_mesh: DeviceMesh, axes: dict[str, tuple[int, ...]]) -> None:
@@ -202,6 +197,10 @@ class Mesh:
         gradient_group = self._new_groups(rings)
         assert self.ring_group is not None and gradient_group is not None
         process_groups.register_gradient_group(self.ring_group, gradient_group)
+
+    def _drop_groups_at_exit(self) -> None:
+        """A script's mesh would keep destroyed groups while Python exits, when one of Gloo's threads can abort the process."""
+        weakref.finalize(self, vars(self).clear)
 
     def _new_groups(self, rank_lists: list[list[int]]) -> ProcessGroup | None:
         """Create these groups and return the one of this process. Every rank must create every group, in the same order."""
