@@ -32,7 +32,8 @@ def chip_of(name: str) -> str:
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict]:
     """Resources of the selected chips' kernels, compiled by two processes, because compilation uses one core."""
-    chips = {chip_of(item.callspec.params["name"]) for item in request.session.items if "compiled" in item.fixturenames}
+    users = [item for item in request.session.items if item.path == request.path and "compiled" in item.fixturenames]
+    chips = {chip_of(item.callspec.params["name"]) for item in users}
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     processes = [
         subprocess.Popen(
