@@ -34,7 +34,7 @@ class RingGroups(NamedTuple):
 
 
 # Without references to their keys: a destroyed group has to end its threads. One of Gloo's that releases a tensor while Python
-# exits aborts the process.
+# exits aborts the process. A connection is the fields of RingGroups after its two groups.
 _gradient_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 _connections: WeakKeyDictionary[ProcessGroup, tuple[bool, list[int], float, str]] = WeakKeyDictionary()
 
@@ -103,6 +103,7 @@ def group_by_name(name: str) -> ProcessGroup:
 def register_gradient_group(group: ProcessGroup, gradient_group: ProcessGroup) -> None:
     """Set the gradient group of a group. A Mesh creates both on all ranks, which every backend supports."""
     _gradient_groups[group] = gradient_group
+    _connections.pop(group, None)  # of a ring call before the Mesh, with another gradient group
 
 
 def ring_groups(group: ProcessGroup, device: torch.device) -> RingGroups:

@@ -53,6 +53,12 @@ def test_one_process_needs_no_torch_distributed() -> None:
             Mesh(**arguments)
 
 
+def test_a_mesh_after_a_ring_call_connects_its_gradient_group(pools) -> None:
+    """With NCCL, two ranks cannot begin a communicator that all have to create."""
+    for checks in pools(2)(varlen_jobs.gradient_group_of_a_later_mesh):
+        assert all(checks.values()), checks
+
+
 def test_from_a_device_mesh(pools) -> None:
     """Any order of the dimensions. Its groups are those of the DeviceMesh, or are added; tp has the same tokens."""
     results = pools(8)(varlen_jobs.mesh_of, (2, 2, 2), ("cp", "dp", "tp"), dict(ring="cp", data="dp"))

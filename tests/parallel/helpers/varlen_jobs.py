@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ringspan import (
 )
 from ringspan.kernels.dropout import keep_mask
 from ringspan.kernels.segments import one_segment
+from ringspan.parallel.coordination import process_groups
 from ringspan.parallel.transport.base import received
 from tests.kernels.helpers.dense import boundaries, dense_varlen
 from tests.parallel.helpers.work import differences
@@ -314,6 +316,21 @@ def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], axes: dict[str, Any]
         "context_ranks": mesh.context_ranks,
         "context_rank": mesh.context_rank,
         "timeout": mesh.timeout.total_seconds(),
+    }
+
+
+def gradient_group_of_a_later_mesh() -> dict[str, bool]:
+    """A ring call, then a Mesh over the same group: does the next call connect the Mesh's gradient group?"""
+    grid, device = device_mesh(2), torch.device("cpu")
+    before = process_groups.ring_groups(grid.get_group(), device)
+    Mesh.from_device_mesh(grid)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        after = process_groups.ring_groups(grid.get_group(), device)
+    connected = [call.kwargs["group"] for call in all_reduce.call_args_list]
+    return {
+        "same group": after.group is before.group,
+        "other gradient group": after.gradient_group is not before.gradient_group,
+        "connected": any(group is after.gradient_group for group in connected),
     }
 
 
