@@ -199,7 +199,7 @@ class Mesh:
         process_groups.register_gradient_group(self.ring_group, gradient_group)
 
     def _drop_groups_at_exit(self) -> None:
-        """A script's mesh would keep destroyed groups while Python exits, when one of Gloo's threads can abort the process."""
+        """Drop the groups before Python exits, when a thread of Gloo can abort the process. A script's mesh would keep them."""
         weakref.finalize(self, vars(self).clear)
 
     def _new_groups(self, rank_lists: list[list[int]]) -> ProcessGroup | None:

@@ -5,7 +5,7 @@
     ringspan bench first-call --target sm_90             without a GPU: compiles only, which is most of the time
     ringspan bench first-call --compare                  also without the threads of kernels/runtime/precompile.py
 
-A GPU build of torch starts the thread of the hash at the import, with --compare in both ways.
+In a GPU build of torch the thread of the hash starts at the import, so the way without threads has that one as well.
 Each measurement is a process of its own. The time begins after imports, when inputs are made and Triton's files are hashed.
 """
 
