@@ -1,7 +1,7 @@
 """Text on disk as one stream of tokens: an end token closes each document, and a begin token may open it.
 
     open_source ─ text, stdlib: tokenized once into the cache folder ─┐
-                ─ tokens: shards tokenized by another program ────────┴→ TokenStream (memory-mapped) → Corpus of dataset.py
+                ─ tokens: shards tokenized by another program ────────┴→ TokenStream → Corpus of dataset.py
 
 A rank reads only the tokens it asks for; an index holds the positions of the document ends. Documents are ordered by the hash
 of their contents, and equal texts count once, so the order depends neither on the machine nor on file names. The last documents
@@ -25,6 +25,7 @@ import numpy as np
 
 from ringspan.trainer.config.schema import Source
 from ringspan.trainer.data.cache import PAGE, Builder, CachedFolder, Damaged, PageSums, open_cached
+from ringspan.trainer.data.token_file import TokenFile
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.monitoring.check_timer import check_timer
 
@@ -37,7 +38,7 @@ class TokenStream:
     """A circular stream over the tokens first … last − 1 of some shards.
 
     Args:
-        shards: token ids, each of shape (n,).
+        shards: token ids, arrays of shape (n,) or files.
         ends: sorted positions, in the concatenated shards, of the last token of each document.
         first, last: range of the stream; all tokens by default.
         vocabulary: exclusive bound of the ids; 0: not checked.
@@ -47,7 +48,7 @@ class TokenStream:
 
     def __init__(
         self,
-        shards: Sequence[np.ndarray],
+        shards: Sequence[np.ndarray | TokenFile],
         ends: np.ndarray,
         first: int = 0,
         last: int | None = None,
@@ -92,8 +93,6 @@ class TokenStream:
         out = np.empty(len(positions), np.int64)
         for number, rows, indices in self._by_shard(positions):
             shard = self.shards[number]
-            with check_timer("shards"):
-                self._check_size(shard)
             out[rows] = shard[indices]
             with check_timer("shards"):
                 if self.vocabulary and len(indices) and (largest := out[rows].max()) >= self.vocabulary:
@@ -112,7 +111,7 @@ class TokenStream:
         if self.cached is None:
             return
         for number, _, indices in self._by_shard(positions):
-            self.cached.verify_pages(number, np.unique(indices * self.shards[number].itemsize // PAGE))
+            self.cached.verify_pages(number, np.unique(indices * self.shards[number].dtype.itemsize // PAGE))
 
     def _by_shard(self, positions: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray, np.ndarray]]:
         """Yield (number of a shard, its rows of `positions`, their indices in the shard)."""
@@ -124,14 +123,6 @@ class TokenStream:
         for number in np.unique(shard):
             rows = shard == number
             yield int(number), rows, indices[rows] - self.begins[number]
-
-    def _check_size(self, shard: np.ndarray) -> None:
-        """Raise Damaged if the file of a shard is shorter than its map: a read would end the process with SIGBUS."""
-        if not isinstance(shard, np.memmap):
-            return
-        size, expected = shard._mmap.size(), shard.offset + shard.nbytes  # type: ignore[attr-defined]
-        if size < expected:
-            raise Damaged(f"{shard.filename} has {size} bytes, not {expected}: it was cut short since it was opened")
 
     def lengths(self, start: int, length: int) -> np.ndarray:
         """Return the lengths of the documents, or parts of documents, in the window [start, start + length)."""
@@ -227,7 +218,7 @@ def open_source(source: Source, tokenizer: Tokenizer, vocabulary: int, cache: st
         lambda new: _tokenize(files, source, tokenizer, dtype, new),
         full,
     )
-    tokens = np.memmap(folder.path / "tokens.bin", dtype, "r")
+    tokens = TokenFile(folder.path / "tokens.bin", dtype)
     return TokenStream([tokens], np.load(folder.path / "ends.npy", mmap_mode="r"), vocabulary=tokenizer.size, cached=folder)
 
 
@@ -315,12 +306,12 @@ def _token_shards(source: Source, vocabulary: int, cache: str, full: bool) -> To
     if not source.paths:
         raise ValueError("paths is empty: a source of kind tokens needs shards, such as 'data/*.bin'")
     files, dtype = text_files(source.paths), np.dtype(source.dtype)
-    shards: list[np.ndarray] = []
+    shards: list[TokenFile] = []
     for file in files:
         size = file.stat().st_size - source.header
         if size < 1 or size % dtype.itemsize:
             raise ValueError(f"{file} has {size} bytes after its header of {source.header}: no number of {dtype} tokens")
-        shards.append(np.memmap(file, dtype, "r", offset=source.header))
+        shards.append(TokenFile(file, dtype, source.header))
     begins = np.cumsum([0, *(len(shard) for shard in shards)])
 
     def index(new: Builder) -> None:
@@ -353,5 +344,5 @@ def file_signatures(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def _file_of(shard: np.ndarray) -> str:
-    return str(shard.filename) if isinstance(shard, np.memmap) else "an array"
+def _file_of(shard: np.ndarray | TokenFile) -> str:
+    return str(shard.path) if isinstance(shard, TokenFile) else "an array"

@@ -16,6 +16,7 @@ import numpy as np
 
 from ringspan.trainer.data.cache import Builder, open_cached
 from ringspan.trainer.data.corpus import TokenStream, file_signatures, naming, stdlib_files
+from ringspan.trainer.data.token_file import TokenFile
 from ringspan.trainer.data.tokenizer import Tokenizer
 
 STANDARD_LIBRARY = "python"
@@ -62,7 +63,7 @@ def open_packages(tokenizer: Tokenizer, cache: str, full: bool = False) -> Token
     folder = open_cached(
         cache, ["packages", tokenizer.fingerprint, signatures], lambda new: _tokenize(names, tokenizer, dtype, new), full
     )
-    tokens, ends = np.memmap(folder.path / "tokens.bin", dtype, "r"), np.load(folder.path / "ends.npy")
+    tokens, ends = TokenFile(folder.path / "tokens.bin", dtype), np.load(folder.path / "ends.npy")
     cut = int(ends[len(TRAINING) - 1]) + 1
     return TokenStream([tokens], ends, vocabulary=tokenizer.size, cached=folder, held_out_from=cut)
 

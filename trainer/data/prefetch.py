@@ -16,7 +16,7 @@ T = TypeVar("T")
 def prefetch(make: Callable[[int], T], first: int, depth: int, workers: int = 0) -> Iterator[T]:
     """Yield make(first), make(first + 1), … without end; a thread prefetches `depth` items (0: no thread).
 
-    Reads of a memory map release the GIL, so that a thread suffices for text. Drawn tasks take Python's time, also the training
+    Reads of files release the GIL, so that a thread suffices for text. Drawn tasks take Python's time, also the training
     loop's: with `workers`, so many processes make the items.
     """
     if workers:
