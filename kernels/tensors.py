@@ -28,6 +28,19 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def aligned_stats(tensor: Tensor) -> Tensor:
+    """Return lse or delta (B, H, S), or a copy, with consecutive rows, the first of each head at a multiple of 16 bytes.
+
+    Their tiles are then loaded in vectors. Most lengths need no copy, so that one kernel serves all lengths.
+    """
+    per_vector = 16 // tensor.element_size()
+    *outer, last = tensor.stride()
+    if last == 1 and not any(x % per_vector for x in outer) and (tensor.is_meta or tensor.data_ptr() % 16 == 0):
+        return tensor
+    *sizes, rows = tensor.shape
+    return tensor.new_empty(*sizes, -(-rows // per_vector) * per_vector)[..., :rows].copy_(tensor)
+
+
 def is_aligned(tensor: Tensor) -> bool:
     """Return whether kernels can read the tensor without a copy (see `aligned`)."""
     return even_rows(tensor.shape, tensor.stride()) and (tensor.is_meta or tensor.data_ptr() % 16 == 0)

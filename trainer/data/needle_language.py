@@ -64,13 +64,6 @@ EVALUATION = Language(
     ("Which value has the variable{k}? The variable{k} has the value{V}.\n",),
     ("Which value is stored under the room with the key of{k}? The room with the key of{k} has the value{V}.\n",),
 )
-ALPHABETS = ((TRAINING.consonants, TRAINING.vowels), ("BCDFGHJKLMNPRSTVWZ", "AEIOU"))  # of sentences of random words
-RANDOM_WORDS = (
-    "about above across after again along around before below beyond brings called every family finds follow from gives group "
-    "hand here holds house into item keeps known large last leads lies line list long made many marks moves name near next "
-    "number often only open order other over page part place point reads right same says seen set shows side some stands start "
-    "still such there thing through today together toward turns until used very way when where while with word work year"
-)
 WORDS = (
     "river stone garden window letter morning bridge market teacher winter village forest",
     "crosses follows remembers covers leaves watches carries meets opens describes",
@@ -110,33 +103,6 @@ def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
     encoded = tokenizer.encode([words.text(*pair).encode() for pair in sample])
     right = sum(ids.tolist() == words.ids(*pair) for ids, pair in zip(encoded, sample, strict=True))
     return words if right > MIN_WORDS // 2 else None
-
-
-def random_language(rng: np.random.Generator) -> Language:
-    """Return templates of random words, and the syllables of one of `ALPHABETS`."""
-
-    known = RANDOM_WORDS.split()
-
-    def words(least: int, most: int) -> str:
-        return "".join(f" {known[i]}" for i in rng.integers(0, len(known), rng.integers(least, most + 1)))
-
-    def two(first: str, second: str) -> tuple[str, str]:
-        sentences = [f"{words(1, 3)[1:].capitalize()}{first}{words(0, 3)}{second}.\n" for _ in range(2)]
-        return sentences[0], sentences[1]
-
-    def ask(statements: tuple[str, str] | None = None) -> tuple[str, str]:
-        """Questions with an answer of other words, or with one of the statements as the answer."""
-        answers = statements or tuple(f"{words(1, 3)[1:].capitalize()}{{k}}{words(0, 3)}{{v}}.\n" for _ in range(2))
-        questions = [f"{words(1, 4)[1:].capitalize()}{{k}}{words(0, 2)}? {answer}".replace("{v}", "{V}") for answer in answers]
-        return questions[0], questions[1]
-
-    facts = two("{k}", "{v}")
-    several = words(1, 4)[1:].capitalize(), "{k}", f"? {words(1, 3)[1:].capitalize()}{{V}}.\n"
-    return Language(
-        *ALPHABETS[int(rng.integers(len(ALPHABETS)))],
-        facts=facts, values=two("{k}", "{v}"), roots=two("{k}", "{v}"), copies=two("{l}", "{k}"),
-        places=two("{k}", "{l}"), questions=ask(facts), all_values=ask(), several=several, variable=ask(), place=ask(),
-    )  # fmt: skip
 
 
 def fill(rng: np.random.Generator, templates: Sequence[str], **names: str) -> list[str]:

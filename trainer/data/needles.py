@@ -15,7 +15,6 @@ A key is a word of two tokens, drawn from the tokenizer's tokens of letters: the
 which a model learns long before it learns to compare several tokens. With a tokenizer that has few of them, such as bytes, a
 key is three syllables. A value is a number: a model that copies digits need not learn to copy each token of a vocabulary.
 
-Half of training's documents have templates of random words, so that an answer follows from its key, whatever the sentence.
 Training's sequences are one document or 2, 4, … equal ones with their share of the questions: few facts are learned first.
 """
 
@@ -25,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, Words, fill, random_language, words_of
+from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, Words, fill, words_of
 from ringspan.trainer.data.synthetic_tasks import NO_LABEL, Answers, Packed
 from ringspan.trainer.data.tokenizer import Tokenizer
 
@@ -73,7 +72,7 @@ class Needles:
             raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
-        self.language = EVALUATION if evaluation else TRAINING  # of the last sequence drawn
+        self.language = EVALUATION if evaluation else TRAINING
         self.words = words_of(tokenizer, evaluation)  # type: ignore[arg-type]  # tokenizers are hashable
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
@@ -109,7 +108,6 @@ class Needles:
         """Draw one document of one family."""
         family = int(rng.integers(len(self.families)))
         for _ in range(REDRAWS):
-            self.draw_language(rng)
             items, values, guesses = FAMILIES[self.families[family]](self, rng)
             encoded = self._encode_items(items)
             num_filler = self.length - len(self.begin) - 1 - sum(map(len, encoded))
@@ -125,11 +123,6 @@ class Needles:
         ends[order] = len(self.begin) + np.cumsum(sizes)
         tokens = np.concatenate([self.begin, *(parts[index] for index in order), self.end])
         return self._label(tokens, items, ends, values, family, guesses)
-
-    def draw_language(self, rng: np.random.Generator) -> None:
-        """In training, choose fixed templates or templates of random words."""
-        if not self.evaluation:
-            self.language = TRAINING if rng.random() < 0.5 else random_language(rng)
 
     def _label(
         self, tokens: np.ndarray, items: list[Item], ends: np.ndarray, values: list[str], family: int, guesses: int
@@ -172,7 +165,6 @@ class Needles:
         sizes = []
         for seed in range(8):
             rng = np.random.default_rng(seed)
-            self.draw_language(rng)
             items, _, _ = FAMILIES[family](self, rng)
             sizes.append(sum(map(len, self._encode_items(items))) + len(self.begin) + 1)
         return max(sizes) + max(sizes) // 10

@@ -53,7 +53,7 @@ from ringspan.kernels.backends.triton.common import (
 from ringspan.kernels.backends.triton.tile_sizes import tiles_for
 from ringspan.kernels.runtime.launch import Arguments, CachedLaunch, Launch
 from ringspan.kernels.segments import ascending_ranges
-from ringspan.kernels.tensors import aligned
+from ringspan.kernels.tensors import aligned, aligned_stats
 
 MakeLaunches = Callable[[Block, Gradients, bool | str], Iterator[Launch]]  # for a block that is one ascending range
 
@@ -317,6 +317,7 @@ def backward_launches(
 
 
 def _launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iterator[Launch]:
+    gradients = gradients._replace(lse=aligned_stats(gradients.lse), delta=aligned_stats(gradients.delta))
     *inputs, dq, dk, dv = zip(Gradients._fields, gradients, strict=True)
     tensors = dict(q=block.q, k=block.k, v=block.v) | dict(inputs) | mask_and_dropout_arguments(block)
     extras = bool(block.dropout or block.softcap)

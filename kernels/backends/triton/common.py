@@ -275,8 +275,8 @@ def accumulate_chunks(weights, right, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_row_stats(ptr, rows, b, h, strides, row_ok):
-    """Load rows of lse or delta (B, H, S)."""
-    pointers = ptr + b * strides.batch + h * strides.head + rows.to(tl.int64) * strides.row
+    """Load rows of lse or delta (B, H, S), each head of which begins at a multiple of 16 bytes (tensors.aligned_stats)."""
+    pointers = tl.multiple_of(ptr + b * strides.batch + h * strides.head, 16) + rows.to(tl.int64) * strides.row
     if row_ok is not None:
         return tl.load(pointers, mask=row_ok, other=0.0)
     else:
