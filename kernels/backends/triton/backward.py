@@ -36,9 +36,11 @@ from ringspan.kernels.backends.triton.common import (
     dropout_keep,
     exponents,
     head_offset,
+    last_position,
     load_chunks,
     load_row_stats,
     load_tile,
+    loaded_stats,
     partial_tile,
     position,
     row_count,
@@ -74,6 +76,7 @@ def attention_backward_dq(
 
     p_q = position(row, q_at)
     lo, hi = visible_keys(p_q, mask, b)
+    hi = tl.minimum(hi, last_position(k_at))
     first_lo, first_hi = visible_keys(position(tile * BLOCK_M, q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, row_count(q_at)) - 1, q_at), mask, b)
     LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
@@ -130,7 +133,7 @@ def add_dq(
     if softcap is not None:
         ds *= 1 - s * s
     if PARTIAL:
-        visible = (p_k[None, :] <= hi[:, None]) & key_ok[None, :]  # type: ignore[index]
+        visible = p_k[None, :] <= hi[:, None]
         if LOW_BOUND:
             visible &= p_k[None, :] >= lo[:, None]
         ds = tl.where(visible, ds, 0.0)
@@ -154,6 +157,7 @@ def attention_backward_dkdv(
 
     p_k = position(key, k_at)
     lo, hi = visible_queries(p_k, mask, b)
+    hi = tl.minimum(hi, last_position(q_at))
     first_lo, first_hi = visible_queries(position(tile * BLOCK_N, k_at), mask, b)
     last_lo, last_hi = visible_queries(position(tl.minimum(tile * BLOCK_N + BLOCK_N, row_count(k_at)) - 1, k_at), mask, b)
     LOW_BOUND: tl.constexpr = mask.right is not None or mask.starts is not None
@@ -206,10 +210,12 @@ def add_dkdv(
     """Add a tile of queries to dk and dv; return the accumulators. PARTIAL: the tile needs the mask."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = None
+    stats_ok = None
     if PARTIAL:
         row_ok = valid_rows(row, q_at, mask, b)
-    lse_row = load_row_stats(lse, row, b, h, lse_strides, row_ok) * LOG2E
-    delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
+        stats_ok = loaded_stats(row, q_at, mask, b)
+    lse_row = load_row_stats(lse, row, b, h, lse_strides, stats_ok) * LOG2E
+    delta_row = load_row_stats(delta, row, b, h, delta_strides, stats_ok)
     if PARTIAL:  # delta of a row without visible keys may be NaN, and 0 · NaN is NaN
         delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
     q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
@@ -221,7 +227,7 @@ def add_dkdv(
     p = tl.exp2(s * factor - lse_row[None, :])
     p_q = position(row, q_at)
     if PARTIAL:
-        visible = (p_q[None, :] <= hi[:, None]) & row_ok[None, :]  # type: ignore[index]
+        visible = p_q[None, :] <= hi[:, None]
         if LOW_BOUND:
             visible &= p_q[None, :] >= lo[:, None]
         p = tl.where(visible, p, 0.0)

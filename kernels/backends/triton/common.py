@@ -103,6 +103,12 @@ def row_count(segments):
 
 
 @triton.jit
+def last_position(segments):
+    """Position of the last row. Limited to it, an interval of visible positions excludes the rows after the last one."""
+    return position(row_count(segments) - 1, segments)
+
+
+@triton.jit
 def valid_rows(row, segments, mask, b):
     """Mask of rows that exist and are not padding. Padding may hold NaN, and 0 · NaN is NaN, so it is never loaded."""
     ok = row < row_count(segments)
@@ -110,6 +116,15 @@ def valid_rows(row, segments, mask, b):
         first, last = document_interval(position(row, segments), mask, b)
         ok &= first <= last
     return ok
+
+
+@triton.jit
+def loaded_stats(row, segments, mask, b):
+    """Mask of the rows whose lse and delta are loaded: up to three more than exist, so that a thread loads four at once."""
+    if mask.starts is not None:
+        return valid_rows(row, segments, mask, b)
+    else:
+        return row < tl.cdiv(row_count(segments), 4) * 4
 
 
 @triton.jit

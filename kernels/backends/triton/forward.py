@@ -35,6 +35,7 @@ from ringspan.kernels.backends.triton.common import (
     dropout_keep,
     exponents,
     head_offset,
+    last_position,
     load_chunks,
     partial_tile,
     position,
@@ -72,6 +73,7 @@ def attention_forward(
 
     p_q = position(row, q_at)
     lo, hi = visible_keys(p_q, mask, b)
+    hi = tl.minimum(hi, last_position(k_at))
     first_lo, first_hi = visible_keys(position(tl.minimum(tile * BLOCK_M, n - 1), q_at), mask, b)
     last_lo, last_hi = visible_keys(position(tl.minimum(tile * BLOCK_M + BLOCK_M, n) - 1, q_at), mask, b)
     LOW_BOUND: tl.constexpr = mask.left is not None or mask.starts is not None
@@ -142,7 +144,7 @@ def attend(
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p_k = position(key, k_at)
     if PARTIAL:
-        visible = (p_k[None, :] <= hi[:, None]) & key_ok[None, :]  # type: ignore[index]
+        visible = p_k[None, :] <= hi[:, None]
         if LOW_BOUND:
             visible &= p_k[None, :] >= lo[:, None]
         s = tl.where(visible, s, float("-inf"))

@@ -168,11 +168,11 @@ def test_keys_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Pat
 
 
 def test_a_document_that_is_longer_than_estimated_is_drawn_again() -> None:
-    """An estimate from eight documents is no bound: here it is a tenth too low."""
+    """An estimate from eight documents is no bound: here the length is 0.85 of it."""
     task = Needles(BYTES, LENGTH, ["multi_query"], 2, 5, evaluation=False)
-    task.length = int(0.8 * task._num_tokens("multi_query"))
-    draw, calls, redrawn = task.draw_language, list[int](), 0
-    task.draw_language = lambda rng: (calls.append(0), draw(rng))[1]  # type: ignore[method-assign, func-returns-value]
+    task.length = int(0.85 * task._num_tokens("multi_query"))
+    encode, calls, redrawn = task._encode_items, list[int](), 0
+    task._encode_items = lambda items: (calls.append(0), encode(items))[1]  # type: ignore[method-assign, func-returns-value]
     for number in range(50):
         calls.clear()
         assert len(task.document(np.random.default_rng(number)).tokens) == task.length
