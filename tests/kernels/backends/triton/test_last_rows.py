@@ -10,7 +10,7 @@ ROWS = 37  # of a sequence; tiles have 16 rows or more
 
 
 def gradients(device: str, backend: str, mask: Mask, score: float, after: float | None) -> list[torch.Tensor]:
-    """Return dq, dk and dv of scores near `score`; lse and delta have `after` in the memory behind each head's rows, if not None."""
+    """Return dq, dk and dv of scores near `score`. Memory behind the rows of lse and delta holds `after`, if not None."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, ROWS, 2, 16, device=device) for _ in range(4))
     q[..., 0], k[..., 0] = 8.0, score / 8.0
