@@ -16,8 +16,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MAX_POSITION: tl.constexpr = tl.constexpr(2**30)  # larger than every position; adding a position does not overflow
 MIN_POSITION: tl.constexpr = tl.constexpr(-(2**30))
 ALIGN: tl.constexpr = tl.constexpr(8)  # elements; tensors.aligned guarantees that strides are multiples of it
-# Sizes used only as counts, and tensors of which a thread loads single elements. Specialised, each mix of 1, multiples of 16
-# and other values, and each slice that begins at another row, would compile a kernel of its own; see launch.any_sizes.
+# Sizes used only as counts, and statistics of rows. Specialised, each mix of 1, multiples of 16 and other values, and each
+# slice that begins at another row, would compile a kernel of its own; see launch.any_sizes.
 ANY_SIZE: Any = dict(
     do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "concurrent_heads"),
     do_not_specialize_on_alignment=("lse", "delta", "carry_lse"),
