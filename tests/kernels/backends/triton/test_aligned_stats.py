@@ -1,4 +1,4 @@
-"""Layouts of tensors that kernels read in vectors."""
+"""Layouts of lse and delta, which the portable backward loads in vectors."""
 
 import pytest
 import torch
