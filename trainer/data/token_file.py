@@ -34,7 +34,7 @@ class TokenFile:
         """Return the ids in a slice without a step, or at indices (n,).
 
         Raises:
-            Damaged: the file was cut short since it was opened.
+            Damaged: the file was cut short since it was opened, or cannot be read.
         """
         if isinstance(index, slice):
             begin, end, _ = index.indices(len(self))
@@ -52,7 +52,10 @@ class TokenFile:
         data, offset = bytearray((end - begin) * self.dtype.itemsize), self.header + begin * self.dtype.itemsize
         view = memoryview(data)
         while view:
-            num = os.preadv(self._file.fileno(), [view], offset)
+            try:
+                num = os.preadv(self._file.fileno(), [view], offset)
+            except OSError as error:
+                raise Damaged(f"{self.path} cannot be read: {error.strerror}") from None
             if not num:
                 size, expected = os.fstat(self._file.fileno()).st_size, self.header + len(self) * self.dtype.itemsize
                 raise Damaged(f"{self.path} has {size} bytes, not {expected}: it was cut short since it was opened")

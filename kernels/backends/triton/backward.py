@@ -32,6 +32,7 @@ from ringspan.kernels.backends.triton.common import (
     ANY_SIZE,
     LOG2E,
     accumulate_chunks,
+    bounded_position,
     dot_transposed,
     dropout_keep,
     exponents,
@@ -126,7 +127,7 @@ def add_dq(
     dp = dot_transposed(dout_tile, v_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[:, None])
-    p_k = position(key, k_at)
+    p_k = bounded_position(key, k_at) if PARTIAL else position(key, k_at)
     if drop is not None:
         dp = tl.where(dropout_keep(drop, b, h, p_q, p_k, QUADS), dp / drop.keep_rate, 0.0)
     ds = p * (dp - delta_row[:, None])
@@ -216,8 +217,8 @@ def add_dkdv(
         stats_ok = loaded_stats(row, q_at, mask, b)
     lse_row = load_row_stats(lse, row, b, h, lse_strides, stats_ok) * LOG2E
     delta_row = load_row_stats(delta, row, b, h, delta_strides, stats_ok)
-    if PARTIAL:  # delta of a row without visible keys may be NaN, and 0 · NaN is NaN
-        delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
+    if PARTIAL:  # delta of a row without visible keys, or after the last row, may be NaN, and 0 · NaN is NaN
+        delta_row = tl.where((lse_row > float("-inf")) & (row < row_count(q_at)), delta_row, 0.0)
     q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
     dout += head_offset(b, h, dout_strides)
     dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)
@@ -225,7 +226,7 @@ def add_dkdv(
     dp = dot_transposed(v_tile, dout_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
     p = tl.exp2(s * factor - lse_row[None, :])
-    p_q = position(row, q_at)
+    p_q = bounded_position(row, q_at) if PARTIAL else position(row, q_at)
     if PARTIAL:
         visible = p_q[None, :] <= hi[:, None]
         if LOW_BOUND:

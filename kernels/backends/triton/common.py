@@ -104,8 +104,14 @@ def row_count(segments):
 
 @triton.jit
 def last_position(segments):
-    """Position of the last row. Limited to it, an interval of visible positions excludes the rows after the last one."""
+    """Position of the last row. Limited to it, an interval of visible positions excludes `bounded_position` of later rows."""
     return position(row_count(segments) - 1, segments)
+
+
+@triton.jit
+def bounded_position(row, segments):
+    """Position of a row, or for all rows after the last one the position that would follow: it does not exceed 32 bits."""
+    return position(tl.minimum(row, row_count(segments)), segments)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from ringspan.kernels.backends.triton.common import (
     LN2,
     LOG2E,
     accumulate_chunks,
+    bounded_position,
     dot_transposed,
     dropout_keep,
     exponents,
@@ -142,7 +143,7 @@ def attend(
     k_tile = load_chunks(k, key, k_strides, key_ok, D, BLOCK_D, TAIL_D)
     s = dot_transposed(q_tile, k_tile, PRECISION)
     s, factor = exponents(s, scale, softcap, PRESCALED)
-    p_k = position(key, k_at)
+    p_k = bounded_position(key, k_at) if PARTIAL else position(key, k_at)
     if PARTIAL:
         visible = p_k[None, :] <= hi[:, None]
         if LOW_BOUND:

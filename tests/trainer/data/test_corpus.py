@@ -13,6 +13,7 @@ import pytest
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data import corpus
 from ringspan.trainer.data.dataset import Dataset
+from ringspan.trainer.data.token_file import TokenFile
 from tests.trainer.data.helpers import BYTES, END, BytesWithBegin, data_options, stream, text_source
 
 
@@ -70,6 +71,7 @@ def test_shards_are_read_with_their_dtype_header_and_ends(tmp_path: Path) -> Non
     (tmp_path / "b.bin").write_bytes(b"H" * 16 + tokens[3:].tobytes())
     source = Source(kind="tokens", paths=[str(tmp_path / "*.bin")], dtype="uint32", header=16, end_token=0)
     opened = corpus.open_source(source, BYTES, 300, str(tmp_path / "cache"))
+    assert all(isinstance(shard, TokenFile) for shard in opened.shards)  # not a memory map, see TokenFile
     assert opened.read(np.arange(8)).tolist() == tokens.tolist() and opened.ends.tolist() == [2, 6]
     with pytest.raises(ValueError, match=r"hold the id 100, but the vocabulary has 64"):
         corpus.open_source(source, BYTES, 64, str(tmp_path / "cache"))

@@ -1,5 +1,6 @@
 """Token ids in a file: any indices, and a file that is cut short, also while it is read."""
 
+import errno
 import os
 import threading
 import time
@@ -41,6 +42,31 @@ def test_indices_give_the_ids_of_an_array(path: Path, index: slice | np.ndarray)
     np.testing.assert_array_equal(tokens[index], IDS[index])
 
 
+def test_reads_that_return_less_go_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: read(file, [views[0][:1000]], offset))
+    np.testing.assert_array_equal(TokenFile(path, np.dtype(np.uint16), header=10)[np.arange(5000)], IDS[:5000])
+
+
+def test_a_read_that_fails_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    tokens = TokenFile(path, np.dtype(np.uint16), header=10)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(Damaged, match=rf"{path} cannot be read: Input/output error"):
+        tokens[:3]
+
+
+def test_offsets_beyond_2_31_bytes(tmp_path: Path) -> None:
+    begin = 2**31
+    with (tmp_path / "large.bin").open("wb") as file:  # sparse
+        file.seek(4 * begin)
+        file.write(np.arange(9, dtype=np.uint32).tobytes())
+    tokens = TokenFile(tmp_path / "large.bin", np.dtype(np.uint32))
+    assert len(tokens) == begin + 9 and tokens[np.array([begin - 1, begin + 3, begin + 8])].tolist() == [0, 3, 8]
+
+
 def test_a_file_that_was_cut_is_named(path: Path) -> None:
     tokens = TokenFile(path, np.dtype(np.uint16), header=10)
     os.truncate(path, 10 + 2 * 100)
@@ -61,11 +87,14 @@ def test_a_file_cut_while_it_is_read_ends_no_process(path: Path) -> None:
     thread = threading.Thread(target=cut)
     thread.start()
     outcomes, end = set(), time.monotonic() + 20
-    while outcomes != {True, False} and time.monotonic() < end:
-        try:
-            outcomes.add(len(tokens[np.arange(len(IDS))]) == len(IDS))
-        except Damaged:
-            outcomes.add(False)
-    stop.set()
-    thread.join()
-    assert outcomes == {True, False}
+    try:
+        while outcomes != {"whole", "cut"} and time.monotonic() < end:
+            try:
+                np.testing.assert_array_equal(tokens[np.arange(len(IDS))], IDS)
+                outcomes.add("whole")
+            except Damaged:
+                outcomes.add("cut")
+    finally:
+        stop.set()
+        thread.join()
+    assert outcomes == {"whole", "cut"}
