@@ -31,14 +31,14 @@ def aligned(tensor: Tensor) -> Tensor:
 def aligned_stats(tensor: Tensor) -> Tensor:
     """Return lse or delta (B, H, S), or a copy, with consecutive rows, the first of each head at a multiple of 16 bytes.
 
-    Their tiles are then loaded in vectors, by one kernel for all lengths: most need no copy. A copy has zeros after its rows.
+    Their tiles are then loaded in vectors, by one kernel for all lengths. Most need no copy.
     """
     per_vector = 16 // tensor.element_size()
     *outer, last = tensor.stride()
     if last == 1 and not any(x % per_vector for x in outer) and (tensor.is_meta or tensor.data_ptr() % 16 == 0):
         return tensor
     *sizes, rows = tensor.shape
-    return tensor.new_zeros(*sizes, -(-rows // per_vector) * per_vector)[..., :rows].copy_(tensor)
+    return tensor.new_empty(*sizes, -(-rows // per_vector) * per_vector)[..., :rows].copy_(tensor)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -120,8 +120,9 @@ def main(argv: list[str] | None = None) -> int:
                 forward, backward = row["forward_s"], row["backward_s"]
                 text = f"{forward:6.2f} {backward:6.2f} {forward + backward:6.2f}" + "  sequential" * sequential
                 print(f"{name:20} {run:6}  {text}", flush=True)
+            if path is not None:  # after each measurement, so that a command that is cut leaves its results
+                path.write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
     if path is not None:
-        path.write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
         print(f"wrote {path}")
     return 0
 

@@ -41,7 +41,6 @@ from ringspan.kernels.backends.triton.common import (
     load_chunks,
     load_row_stats,
     load_tile,
-    loaded_stats,
     partial_tile,
     position,
     row_count,
@@ -211,14 +210,12 @@ def add_dkdv(
     """Add a tile of queries to dk and dv; return the accumulators. PARTIAL: the tile needs the mask."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = None
-    stats_ok = None
     if PARTIAL:
         row_ok = valid_rows(row, q_at, mask, b)
-        stats_ok = loaded_stats(row, q_at, mask, b)
-    lse_row = load_row_stats(lse, row, b, h, lse_strides, stats_ok) * LOG2E
-    delta_row = load_row_stats(delta, row, b, h, delta_strides, stats_ok)
-    if PARTIAL:  # delta of a row without visible keys, or after the last row, may be NaN, and 0 · NaN is NaN
-        delta_row = tl.where((lse_row > float("-inf")) & (row < row_count(q_at)), delta_row, 0.0)
+    lse_row = load_row_stats(lse, row, b, h, lse_strides, row_ok) * LOG2E
+    delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
+    if PARTIAL:  # delta of a row without visible keys may be NaN, and 0 · NaN is NaN
+        delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
     q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
     dout += head_offset(b, h, dout_strides)
     dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)

@@ -110,7 +110,7 @@ def last_position(segments):
 
 @triton.jit
 def bounded_position(row, segments):
-    """Position of a row, or for all rows after the last one the position that would follow: it does not exceed 32 bits."""
+    """Position of a row; rows after the last one have the next position, because their own may exceed 32 bits."""
     return position(tl.minimum(row, row_count(segments)), segments)
 
 
@@ -122,15 +122,6 @@ def valid_rows(row, segments, mask, b):
         first, last = document_interval(position(row, segments), mask, b)
         ok &= first <= last
     return ok
-
-
-@triton.jit
-def loaded_stats(row, segments, mask, b):
-    """Mask of the rows whose lse and delta are loaded: up to three more than exist, so that a thread loads four at once."""
-    if mask.starts is not None:
-        return valid_rows(row, segments, mask, b)
-    else:
-        return row < tl.cdiv(row_count(segments), 4) * 4
 
 
 @triton.jit
