@@ -42,7 +42,7 @@ USED_ONLY_BY_SOURCES = (
     ("kind", ("tokens",), ("dtype", "end_token", "header")),
     ("kind", ("recall",), ("keys", "values", "facts", "questions")),
     ("kind", ("passkey", "needles"), ("digits",)),
-    ("kind", ("needles",), ("families", "num_questions")),
+    ("kind", ("needles",), ("families", "num_questions", "seen")),
 )
 
 

@@ -194,7 +194,8 @@ class Dataset:
             if source.kind == "needles":
                 shape = source.families, source.num_questions, source.digits
                 held_out = part == "held_out"
-                return Synthetic(Needles(tokenizer, self.length, *shape, held_out, 1 if held_out else MAX_DOCUMENTS), seed)
+                count = 1 if held_out else MAX_DOCUMENTS
+                return Synthetic(Needles(tokenizer, self.length, *shape, held_out, count, source.seen), seed)
             if name not in self.opened:
                 full = options.verify == "full"
                 self.opened[name] = (

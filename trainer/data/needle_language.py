@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,57 +11,114 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 MIN_WORDS = 64  # least number of tokens of each kind for keys of words
 
 
+Template = tuple[
+    tuple[str, ...], ...
+]  # a sentence is one choice of each part; {k} and {l} are keys, {v} is a value, {V} the answer
+
+
 class Language(NamedTuple):
-    """Syllables of the keys, and templates: {k} and {l} are keys, {v} is a value, {V} the answer."""
+    """Syllables of the keys, and templates.
+
+    Training combines many openings and relations: from three sentences a model learns where the value is in these sentences.
+    """
 
     consonants: str
     vowels: str
-    facts: tuple[str, ...]
-    values: tuple[str, ...]  # facts of multi_value
-    roots: tuple[str, ...]  # the first assignment of a chain
-    copies: tuple[str, ...]
-    places: tuple[str, ...]
-    questions: tuple[str, ...]
-    all_values: tuple[str, ...]  # question of multi_value
-    several: tuple[str, ...]  # question of multi_query: beginning, each key, ending with the answer
-    variable: tuple[str, ...]
-    place: tuple[str, ...]
+    facts: Template
+    values: Template  # facts of multi_value
+    roots: Template  # the first assignment of a chain
+    copies: Template
+    places: Template
+    questions: Template
+    all_values: Template  # question of multi_value
+    several: tuple[Template, Template]  # question of multi_query: before the keys, and after them
+    variable: Template
+    place: Template
 
 
+OPENINGS = (
+    "The code of", "The number of", "The mark of", "The entry for", "Remember that", "Do not forget that", "In this list",
+    "We know that", "It is known that", "The report says that", "As agreed,", "For the record,", "Here", "By the way,",
+    "On the third page", "They found that", "Note:", "Once more:",
+)  # fmt: skip
+RELATIONS = (
+    " is", " equals", " has the number", " stands for", " comes to", " was set to", " points to", " goes with", " gives",
+    " holds", " shows", " has", " gets", " counts as", " =", ":", " ->", " reads",
+)  # fmt: skip
+ASKED = (
+    "What is the code of", "Which number has", "What about", "What was said of", "Tell me about", "Look up",
+    "Find the entry for", "Do you remember", "Which number goes with", "Please repeat", "Now", "Question:",
+)  # fmt: skip
+ASKED_END = ("?", ".", " again?", ", please.", ":", " here?")
+ALL_NUMBERS = ("all numbers of", "the entries of", "each number of", "the whole list of", "everything about")
+PLACES = (" is in the house", " is at the house", " lies in the house", " was left in the house", " belongs to the house")
 TRAINING = Language(
-    "bdgklmnp",
-    "aou",
-    ("The code of{k} is{v}.\n", "Remember that{k} has the number{v}.\n", "In this list{k} stands for{v}.\n"),
-    ("One number of{k} is{v}.\n", "The list of{k} has the entry{v}.\n"),
-    ("Let{k} be{v}.\n", "Set{k} ={v}.\n"),
-    ("Let{l} be the same as{k}.\n", "Set{l} ={k}.\n"),
-    ("The{k} is in the house{l}.\n", "You find the{k} at the house{l}.\n"),
-    (
-        "What is the code of{k}? The code of{k} is{V}.\n",
-        "Which number does{k} have? Remember that{k} has the number{V}.\n",
-        "What does{k} stand for? In this list{k} stands for{V}.\n",
+    consonants="bdgklmnp",
+    vowels="aou",
+    facts=(OPENINGS, ("{k}",), RELATIONS, ("{v}.\n",)),
+    values=(
+        ("One number of", "The list of", "An entry of", "A number for", "Among others,", "Also,"),
+        ("{k}",),
+        (" is", " has the entry", " has", " gets", ":", " adds", " includes"),
+        ("{v}.\n",),
     ),
-    ("What are all numbers of{k}, in order? They are{V}.\n", "List the entries of{k}:{V}.\n"),
-    ("What are the codes of", "{k}", "? They are{V}.\n"),
-    ("What is{k} now? Now{k} is{V}.\n", "Print{k}:{V}.\n"),
-    (
-        "What is the code of the house with the{k}? The code of the house with the{k} is{V}.\n",
-        "Open the house of the{k} with{V}.\n",
+    roots=(
+        ("Let", "Set", "Put", "First", "We define", "At the start", "To begin,"),
+        ("{k}",),
+        (" be", " =", " :=", " is", " has", " equals"),
+        ("{v}.\n",),
+    ),
+    copies=(
+        ("Let", "Set", "Then", "We define", "After that", "Next,"),
+        ("{l}",),
+        (" be the same as", " =", " :=", " is a copy of", " follows", " equals", " has the number of"),
+        ("{k}.\n",),
+    ),
+    places=(("The", "You find that the", "They say the", "As before, the"), ("{k}",), PLACES, ("{l}.\n",)),
+    questions=(ASKED, ("{k}",), ASKED_END, tuple(f" {opening}" for opening in OPENINGS), ("{k}",), RELATIONS, ("{V}.\n",)),
+    all_values=(
+        ("List ", "What are ", "Give me ", "Name ", "Tell me "),
+        ALL_NUMBERS,
+        ("{k}",),
+        ASKED_END,
+        (" They are{V}.\n", "{V}.\n"),
+    ),
+    several=(
+        (("What are the codes of", "Give me the numbers of", "Look up", "List the entries for", "Which numbers have"),),
+        (ASKED_END, (" They are{V}.\n", " In this order:{V}.\n", "{V}.\n")),
+    ),
+    variable=(
+        ("What is", "Print", "Show", "How much is", "Read"),
+        ("{k}",),
+        (" now?", "?", ":", " at the end?"),
+        (" Now", " In the end", " By then", " So"),
+        ("{k}",),
+        (" is", " =", " has", " equals"),
+        ("{V}.\n",),
+    ),
+    place=(
+        ("What is the code of the house", "Open the house", "Which number has the house", "Find the house"),
+        (" with the{k}", " of the{k}", " that has the{k}"),
+        ("?", ".", ":"),
+        (" The house of the", " The house with the", " Its code, by the"),
+        ("{k}",),
+        RELATIONS,
+        ("{V}.\n",),
     ),
 )
 EVALUATION = Language(
-    "cfhjrstvwz",
-    "ei",
-    ("The value stored under{k} is{v}.\n", "Someone wrote that{k} means{v}.\n"),
-    ("Another value stored under{k} is{v}.\n",),
-    ("The variable{k} starts as{v}.\n",),
-    ("The variable{l} takes the value of{k}.\n",),
-    ("The key of{k} hangs in the room{l}.\n",),
-    ("Which value is stored under{k}? The value stored under{k} is{V}.\n",),
-    ("Which values are stored under{k}, from first to last? The values are{V}.\n",),
-    ("Which values are stored under", "{k}", "? The values are{V}.\n"),
-    ("Which value has the variable{k}? The variable{k} has the value{V}.\n",),
-    ("Which value is stored under the room with the key of{k}? The room with the key of{k} has the value{V}.\n",),
+    consonants="cfhjrstvwz",
+    vowels="ei",
+    facts=(("The value stored under{k} is{v}.\n", "Someone wrote that{k} means{v}.\n"),),
+    values=(("Another value stored under{k} is{v}.\n",),),
+    roots=(("The variable{k} starts as{v}.\n",),),
+    copies=(("The variable{l} takes the value of{k}.\n",),),
+    places=(("The key of{k} hangs in the room{l}.\n",),),
+    questions=(("Which value is stored under{k}? The value stored under{k} is{V}.\n",),),
+    all_values=(("Which values are stored under{k}, from first to last? The values are{V}.\n",),),
+    several=((("Which values are stored under",),), (("? The values are{V}.\n",),)),
+    variable=(("Which value has the variable{k}? The variable{k} has the value{V}.\n",),),
+    place=(("Which value is stored under the room with the key of{k}? The room with the key of{k} has the value{V}.\n",),),
 )
 WORDS = (
     "river stone garden window letter morning bridge market teacher winter village forest",
@@ -76,13 +132,19 @@ class Words:
 
     Args:
         tokenizer: the run's tokenizer.
-        evaluation: take the evaluation's third of both kinds of tokens; otherwise training's two thirds.
+        evaluation: take a third of the tokens of small letters; otherwise all other tokens, also of capitals and underscores.
     """
 
     def __init__(self, tokenizer: Tokenizer, evaluation: bool) -> None:
         texts = {i: tokenizer.decode([i]) for i in range(min(tokenizer.size, 2**15))}
-        kinds = ([(i, text) for i, text in texts.items() if re.fullmatch(kind, text)] for kind in (" [a-z]{3,8}", "[a-z]{2,8}"))
-        self.starts, self.ends = ([each for n, each in enumerate(kind) if (n % 3 == 0) == evaluation] for kind in kinds)
+
+        def matching(kind: str) -> list[tuple[int, str]]:
+            return [(i, text) for i, text in texts.items() if re.fullmatch(kind, text)]
+
+        held_out = [matching(kind)[::3] for kind in (" [a-z]{3,8}", "[a-z]{2,8}")]
+        every = [matching(kind) for kind in (" [A-Za-z_]{2,}", "[A-Za-z_]{2,}")]
+        others = [[each for each in kind if each not in held] for kind, held in zip(every, map(set, held_out), strict=True)]
+        self.starts, self.ends = held_out if evaluation else others
 
     def text(self, start: int, end: int) -> str:
         """Return the word of a start and an end, by their numbers."""
@@ -105,12 +167,12 @@ def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
     return words if right > MIN_WORDS // 2 else None
 
 
-def fill(rng: np.random.Generator, templates: Sequence[str], **names: str) -> list[str]:
-    """Return the pieces of a random template with its names filled in."""
-    template = templates[int(rng.integers(len(templates)))]  # rng.choice takes ten times as long
-    return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces(template)]
+def fill(rng: np.random.Generator, template: Template, **names: str) -> list[str]:
+    """Return the pieces of a random sentence of a template with its names filled in."""
+    parts = [choices[int(rng.integers(len(choices)))] for choices in template]  # rng.choice takes ten times as long
+    return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces("".join(parts))]
 
 
-@functools.lru_cache(1024)
-def _pieces(template: str) -> list[str]:
-    return [piece for piece in re.split(r"(\{\w\})", template) if piece]
+@functools.lru_cache(2**14)
+def _pieces(sentence: str) -> list[str]:
+    return [piece for piece in re.split(r"(\{\w\})", sentence) if piece]

@@ -29,6 +29,7 @@ from ringspan.trainer.data.synthetic_tasks import NO_LABEL, Answers, Packed
 from ringspan.trainer.data.tokenizer import Tokenizer
 
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
+SEEN = ("templates", "keys")  # what an evaluation can take from training
 BANK = 512  # filler sentences of a tokenizer
 REDRAWS = 16  # of a document whose facts and questions are longer than estimated
 
@@ -53,8 +54,9 @@ class Needles:
         digits: digits of a value.
         evaluation: use the templates and keys of the evaluation, and ask at the end.
         max_documents: largest number of documents of a sequence.
+        seen: what an evaluation takes from training, of SEEN: shows whether templates or keys do not transfer.
     Raises:
-        ValueError: an unknown family, a value of one token, or facts and questions that do not fit into the length.
+        ValueError: an unknown family or name in `seen`, a value of one token, or facts and questions that do not fit.
     """
 
     def __init__(
@@ -66,14 +68,19 @@ class Needles:
         digits: int,
         evaluation: bool,
         max_documents: int = 1,
+        seen: Sequence[str] = (),
     ) -> None:
         unknown = [name for name in families if name not in FAMILIES]
         if unknown or not families:
             raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
+        if set(seen) - set(SEEN):
+            raise ValueError(f"seen={list(seen)}: choose some of {', '.join(SEEN)}")
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
-        self.language = EVALUATION if evaluation else TRAINING
-        self.words = words_of(tokenizer, evaluation)  # type: ignore[arg-type]  # tokenizers are hashable
+        self.language = EVALUATION if evaluation and "templates" not in seen else TRAINING
+        unseen_keys = evaluation and "keys" not in seen
+        self.alphabet = EVALUATION if unseen_keys else TRAINING
+        self.words = words_of(tokenizer, unseen_keys)  # type: ignore[arg-type]  # tokenizers are hashable
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
@@ -192,7 +199,7 @@ class Needles:
         if self.words is not None:
             self._pairs = self._draw_words(self.words, rng, num)
             return list(self._pairs)
-        syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
+        syllables = [c + v for c in self.alphabet.consonants for v in self.alphabet.vowels]
         numbers = rng.choice(len(syllables) ** 3, num, replace=False)
         split = [(n % len(syllables), n // len(syllables) % len(syllables), n // len(syllables) ** 2) for n in numbers]
         return [" " + "".join(syllables[i] for i in parts) for parts in split]
@@ -204,7 +211,7 @@ class Needles:
             words, draw = self.words, lambda kind: int(rng.integers(len(kind)))
             pairs = [(start, draw(words.ends)), (draw(words.starts), end), (start, draw(words.ends))]
             return [text for text in dict.fromkeys(words.text(*pair) for pair in pairs) if text != key]
-        syllables = [c + v for c in self.language.consonants for v in self.language.vowels]
+        syllables = [c + v for c in self.alphabet.consonants for v in self.alphabet.vowels]
         result = []
         for place in rng.permutation(3)[:NEAR_MISSES]:
             begin = 1 + 2 * place
@@ -295,7 +302,7 @@ def multi_value(task: Needles, rng: np.random.Generator) -> Drawn:
 
 def multi_query(task: Needles, rng: np.random.Generator) -> Drawn:
     keys, values = task.keys(rng, PARTS * task.num_questions), task.values(rng, PARTS * task.num_questions)
-    begin, _, end = task.language.several
+    begin, end = task.language.several
     answers, items = [], []
     for question, first in enumerate(task.slots(rng, task.num_questions)):
         own = slice(PARTS * question, PARTS * (question + 1))
@@ -305,7 +312,7 @@ def multi_query(task: Needles, rng: np.random.Generator) -> Drawn:
             for slot, key, value in zip(slots, keys[own], values[own], strict=True)
         ]
         answers.append("".join(values[own]))
-        pieces = [begin, *keys[own], *fill(rng, [end], V=answers[-1])]
+        pieces = [*fill(rng, begin), *keys[own], *fill(rng, end, V=answers[-1])]
         items.append(Item(task.question_slot(rng, max(slots), question), pieces, question, asks=True))
     return items, answers, PARTS * task.num_questions
 

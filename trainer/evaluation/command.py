@@ -24,7 +24,7 @@ from ringspan.kernels.bench.plots import pyplot
 from ringspan.trainer.checkpoint.load_model import RestoredModel
 from ringspan.trainer.config.compose import ConfigError, fail
 from ringspan.trainer.config.schema import Config
-from ringspan.trainer.data.needles import FAMILIES
+from ringspan.trainer.data.needles import FAMILIES, SEEN
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.distributed import DistributedContext
 from ringspan.trainer.evaluation import long_suite, recorded, text_loss
@@ -65,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=_tokens, default=4096, help="text: tokens of the short context (default %(default)s)")
     parser.add_argument("--cache", default="~/.cache/ringspan", help="text: folder of tokenized text (default %(default)s)")
     parser.add_argument("--questions", type=_count, default=16, help="questions per sequence (default %(default)s)")
+    parser.add_argument(
+        "--seen",
+        nargs="+",
+        choices=SEEN,
+        default=[],
+        help="long: take training's own templates or keys, to find out which of them a model does not transfer from",
+    )
     parser.add_argument("--micro-batch", type=_count, default=1, help="sequences per forward (default %(default)s)")
     parser.add_argument("--ring", type=int, default=0, help="ranks of a ring (default all; the others share the sequences)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default %(default)s)")
@@ -114,10 +121,12 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
             "train with model.positions=rope, which rope=yarn extends"
         )
     if args.suite == "long":
-        for length in lengths:
-            long_suite.suite_data(tokenizer, length, args.families, args.questions)  # raises if the suite does not fit
-    elif args.plot or args.cut_ring or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--suite text: it has no figure and runs on one rank; leave out --plot, --cut-ring and torchrun")
+        for length in lengths:  # raises if the suite does not fit
+            long_suite.suite_data(tokenizer, length, args.families, args.questions, seen=args.seen)
+    elif args.plot or args.cut_ring or args.seen or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(
+            "--suite text: it has neither figure nor needles, on one rank; leave out --plot, --cut-ring, --seen, torchrun"
+        )
     for path in (args.json, args.plot):
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist; make it first")
@@ -138,7 +147,7 @@ def _evaluate(
         layout = mesh.layout("contiguous" if args.cut_ring else "zigzag", length)
         if args.suite == "long":
             model.attention = model_attention(layout, mesh, cut=args.cut_ring)
-            data = long_suite.suite_data(tokenizer, length, args.families, args.questions)
+            data = long_suite.suite_data(tokenizer, length, args.families, args.questions, seen=args.seen)
             ranks = mesh.data_rank, mesh.data, distributed.sum
             positions = layout.positions(mesh.context_rank)
             rows += long_suite.score(model, data, args.sequences, positions, device, args.micro_batch, *ranks)
@@ -160,6 +169,7 @@ def _evaluate(
         ranks=distributed.world,
         ring=mesh.ring,
         cut_ring=args.cut_ring,
+        seen=sorted(args.seen, reverse=True),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         sequences=args.sequences,
         data={name: source.get("sha256") for name, source in state.get("fingerprint", {}).items()},

@@ -26,7 +26,14 @@ Z = 1.959964  # of a two-sided interval of 95 %
 Row = dict[str, Any]
 
 
-def suite_data(tokenizer: Tokenizer, length: int, families: Sequence[str], num_questions: int = 16, digits: int = 5) -> Dataset:
+def suite_data(
+    tokenizer: Tokenizer,
+    length: int,
+    families: Sequence[str],
+    num_questions: int = 16,
+    digits: int = 5,
+    seen: Sequence[str] = (),
+) -> Dataset:
     """Return the suite's sequences of one length, with a source per family.
 
     Args:
@@ -35,10 +42,12 @@ def suite_data(tokenizer: Tokenizer, length: int, families: Sequence[str], num_q
         families: names of `FAMILIES`.
         num_questions: questions per sequence.
         digits: digits of a value.
+        seen: what the sequences take from training (`needles.SEEN`).
     Raises:
         ValueError: an unknown family, or a length that is too short for the facts and questions.
     """
-    sources = {name: Source(kind="needles", families=[name], num_questions=num_questions, digits=digits) for name in families}
+    options: dict[str, Any] = dict(kind="needles", num_questions=num_questions, digits=digits, seen=list(seen))
+    sources = {name: Source(families=[name], **options) for name in families}
     return Dataset(Data(length=length, sources=sources), tokenizer, 0, "held_out")
 
 

@@ -1,5 +1,6 @@
 """Needle tasks: each answer follows from the facts before it; evaluation and training share neither keys nor templates."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ringspan import ROOT
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.dataset import Dataset, Synthetic
-from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, Language
+from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, Language, Template
 from ringspan.trainer.data.needles import FAMILIES, Needles
 from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
@@ -18,6 +19,7 @@ from tests.trainer.data.helpers import BYTES, BytesWithBegin
 LENGTH = 8192
 TEXT = r" ([A-Za-z]{6})\b"
 PARTS = ("train", "held_out")
+SHARED_WORDS = {"The", "the", "that", "are", "Which", "has", "with"}
 
 
 def source(family: str, part: str = "held_out", length: int = LENGTH, **options) -> Synthetic:
@@ -33,9 +35,14 @@ def lines(language: Language, names: str) -> list[str]:
     key, value = "[A-Za-z]{6}", r"\d{5}"
     groups = {"{k}": f" (?P<k>{key})", "{l}": f" (?P<l>{key})", "{v}": f" (?P<v>{value})"}
     return [
-        "".join(groups.get(piece, re.escape(piece)) for piece in re.split(r"(\{\w\})", template) if piece)
-        for template in getattr(language, names)
+        "".join(groups.get(piece, re.escape(piece)) for piece in re.split(r"(\{\w\})", sentence) if piece)
+        for sentence in sentences(getattr(language, names))
     ]
+
+
+def sentences(template: Template) -> list[str]:
+    """All sentences of a template."""
+    return ["".join(parts) for parts in itertools.product(*template)]
 
 
 def found(text: str, patterns: list[str], names: str) -> list[tuple[str, ...]]:
@@ -97,8 +104,28 @@ def test_facts_are_at_all_depths_and_evaluation_asks_at_the_end() -> None:
 
 def test_evaluation_and_training_share_no_syllable_and_no_template() -> None:
     assert not set(TRAINING.consonants) & set(EVALUATION.consonants) and not set(TRAINING.vowels) & set(EVALUATION.vowels)
+    training, evaluation = (
+        {word for name in language._fields[2:] for word in re.findall("[A-Za-z]{3,}", str(getattr(language, name)))}
+        for language in (TRAINING, EVALUATION)
+    )
+    assert training & evaluation <= SHARED_WORDS
     for name in TRAINING._fields[2:]:
-        assert not (set(getattr(TRAINING, name)) & set(getattr(EVALUATION, name))) - {"{k}"}
+        if name != "several":
+            assert not set(sentences(getattr(TRAINING, name))) & set(sentences(getattr(EVALUATION, name)))
+
+
+@pytest.mark.parametrize("seen", [(), ("templates",), ("keys",), ("templates", "keys")])
+def test_an_evaluation_takes_templates_or_keys_of_training(seen: tuple[str, ...]) -> None:
+    needles = Needles(BYTES, LENGTH, ["single"], 16, 5, evaluation=True, seen=seen)
+    document = needles.document(np.random.default_rng(0))
+    text = BYTES.decode(document.tokens.tolist())
+    facts = [found(text, lines(language, "facts"), "kv") for language in (TRAINING, EVALUATION)]
+    assert [len(each) >= 16 for each in facts] == ["templates" in seen, "templates" not in seen]
+    alphabet = TRAINING if "keys" in seen else EVALUATION
+    assert all(set(key) <= set(alphabet.consonants + alphabet.vowels) for each in facts for key, _ in each)
+    assert document.answers.positions.min() > 0.8 * LENGTH  # questions are at the end
+    with pytest.raises(ValueError, match=r"seen=\['values'\]: choose some of templates, keys"):
+        Needles(BYTES, LENGTH, ["single"], 16, 5, evaluation=True, seen=["values"])
 
 
 def test_near_misses_differ_in_one_syllable_and_have_values() -> None:

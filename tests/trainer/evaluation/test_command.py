@@ -30,22 +30,30 @@ def test_results_are_equal_under_a_ring_recorded_and_drawn(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = []
-    for ranks, ring, cut in ((1, 0, False), (2, 0, False), (2, 1, False), (2, 0, True)):
-        path = tmp_path / f"{ranks}-{ring}-{cut}.json"
-        arguments = [str(run), *SUITE, "--ring", str(ring), "--json", str(path), *["--cut-ring"] * cut]
+    for ranks, ring, more in (
+        (1, 0, []),
+        (2, 0, []),
+        (2, 1, []),
+        (2, 0, ["--cut-ring"]),
+        (1, 0, ["--seen", "keys", "templates"]),
+    ):
+        path = tmp_path / f"{len(results)}.json"
+        arguments = [str(run), *SUITE, "--ring", str(ring), "--json", str(path), *more]
         assert jobs.run_ranks(ranks, evaluate, arguments) == [0] * ranks
         results.append(json.loads(path.read_text()))
         assert "1k" in jobs.output and "2k*" in jobs.output and jobs.output.count("* beyond the 1024") == 1
     far = [[row.pop("far")["num"] for row in result["rows"]] for result in results]
-    one, ring, data, cut = results
+    one, ring, data, cut, seen = results
+    assert seen["seen"] == ["templates", "keys"] and seen["rows"] != one["rows"] and one["seen"] == []
     assert one["rows"] == ring["rows"] == data["rows"] and len(one["rows"]) == 4
     assert sum(far[0]) == sum(far[2]) == 0 and far[1] == far[3] and all(0 < num < 4 for num in far[1][:2])
-    assert [result["ring"] for result in results] == [1, 2, 1, 2] and cut["cut_ring"]
+    assert [result["ring"] for result in results] == [1, 2, 1, 2, 1] and cut["cut_ring"]
     assert one["trained_families"] == ["single"] and one["trained_length"] == 1024 and one["checkpoint"] == "run/step-00000003"
     assert all(row["num"] == 4 for row in one["rows"])
 
     evaluations = recorded.read(run)
-    assert [(result["cut_ring"], len(result["rows"])) for result in evaluations] == [(False, 4), (True, 4)]
+    assert [(each["cut_ring"], len(each["rows"])) for each in evaluations] == [(False, 4), (True, 4), (False, 4)]
+    assert recorded.title(evaluations[2]) == "run/step-00000003, trained at 1k, templates and keys of training"
     text = recorded.text(evaluations[1])
     assert text.startswith("run/step-00000003, trained at 1k, ring cut") and "further away than one rank's tokens" in text
     assert "rope.kind=base: positions beyond the 1024 tokens" in text and "rope.factor=2 and rope.original_length=1024" in text
@@ -54,7 +62,8 @@ def test_results_are_equal_under_a_ring_recorded_and_drawn(
     out = capsys.readouterr().out
     assert all(recorded.text(result) in out for result in evaluations)
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        "loss.png", "suite-run-step-00000003.png", "suite-run-step-00000003-cut.png"
+        "loss.png", "suite-run-step-00000003.png", "suite-run-step-00000003-cut.png",
+        "suite-run-step-00000003-templates-keys.png",
     }  # fmt: skip
 
 
@@ -64,6 +73,7 @@ def test_wrong_input_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Ca
         ([str(run), "--lengths", "64"], "num_questions=16: with their facts, questions of single take"),
         ([str(run), "--lengths", "4q"], "4q: write a number of tokens, such as 4096, 32k or 1M"),
         ([str(run), "--sequences", "0"], "0: it must be a number of at least 1"),
+        ([str(run), "--suite", "text", "--seen", "keys"], "--suite text: it has neither figure nor needles"),
         ([str(run), "--suite", "short"], "invalid choice: 'short'"),
         ([str(run), *SUITE, "--json", str(tmp_path / "no" / "x.json")], "its folder does not exist"),
     ):
