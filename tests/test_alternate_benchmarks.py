@@ -12,7 +12,7 @@ from ringspan import ROOT
 from tests.alternate_benchmarks import ALONE, ROLES, Turns, compare
 
 
-def test_checkouts_take_turns_and_base_is_first(tmp_path: Path) -> None:
+def test_checkouts_take_turns_and_who_is_first_alternates(tmp_path: Path) -> None:
     order: list[str] = []
     running = threading.Lock()
 
@@ -24,14 +24,20 @@ def test_checkouts_take_turns_and_base_is_first(tmp_path: Path) -> None:
     def run(role: str) -> None:
         turns = Turns(tmp_path, role)
         for _ in range(5):
-            turns.take(lambda: measure(role))
+            turns.take("d64/16k hopper", lambda: measure(role))
 
     threads = [threading.Thread(target=run, args=(role,)) for role in ROLES]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert order == list(ROLES) * 5
+    assert order == ["base", "new", "new", "base", "base", "new", "new", "base", "base", "new"]
+
+
+def test_a_checkout_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.alternate_benchmarks.TIMEOUT", 0.01)
+    with pytest.raises(TimeoutError, match="the new checkout has not arrived in round d64 hopper 0"):
+        Turns(tmp_path, "base").take("d64 hopper", lambda: None)
 
 
 def test_ratios_and_points_are_those_of_a_round() -> None:
@@ -39,9 +45,11 @@ def test_ratios_and_points_are_those_of_a_round() -> None:
         return dict(case="32k", name=name, flops=flops, forward=ms)
 
     base = [row(ALONE, 8.0, 2.0), row("ring", 5.0, 1.0), row(ALONE, 9.0, 2.0), row("ring", 5.0, 1.0)]
-    new = [row(ALONE, 8.0, 2.0), row("ring", 4.0, 1.0), row(ALONE, 9.0, 2.0), row("ring", 5.0, 1.0), row(ALONE, 1.0, 2.0)]
-    alone, ring = compare(base, new)  # the last measurement has no partner
-    assert alone["forward_ratio"] == [1.0, 1.0, 1.0] and alone["rounds"] == 2
+    new = [row(ALONE, 8.0, 2.0), row("ring", 4.0, 1.0), row(ALONE, 9.0, 2.0), row("ring", 5.0, 1.0)]
+    # both ended early: in the third round only the kernel alone was measured, and by new also the ring
+    third = [row(ALONE, 3.0, 2.0)]
+    alone, ring = compare(base + third, [*new, *third, row("ring", 4.0, 1.0)])
+    assert alone["forward_ratio"] == [1.0, 1.0, 1.0] and (alone["rounds"], ring["rounds"]) == (3, 2)
     assert ring["forward_ms"] == [5.0, 4.5] and ring["forward_ratio"] == [1.0625, 1.125, 1.1875]
     assert ring["forward_share"] == pytest.approx([0.925, 0.95, 0.975])
     assert ring["forward_points"] == pytest.approx([5.0, 10.0, 15.0])
@@ -50,8 +58,9 @@ def test_ratios_and_points_are_those_of_a_round() -> None:
 @pytest.mark.slow
 def test_a_checkout_compared_with_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.alternate_benchmarks", "--base", str(ROOT), "--out", str(tmp_path / "out.json")]
-    command += ["kernels", "--shapes", "tiny", "--device", "cpu", "--only", "chunked", "--rounds", "2", "--rep", "1"]
+    command += ["kernels", "--shapes", "tiny", "--device", "cpu", "--only", "chunked,sdpa-math", "--rounds", "2", "--rep", "1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     result = json.loads((tmp_path / "out.json").read_text())
-    assert [row["rounds"] for row in result["rows"]] == [2] and result["times"].keys() == set(ROLES)
+    assert [(row["name"], row["rounds"]) for row in result["rows"]] == [("chunked", 2), ("sdpa-math", 2)]
+    assert result["base"] == result["new"] and result["times"].keys() == set(ROLES)

@@ -114,9 +114,7 @@ class Source:
         "needles: families to draw from, with equal shares",
     )
     num_questions: int = option(16, "needles: questions per sequence", least=1)
-    seen: list[str] = option(
-        [], "needles, in evaluations: take training's own templates, keys or both instead of held-out ones"
-    )
+    seen: list[str] = option([], "needles, in evaluations: take templates, keys or both from training instead of held-out ones")
 
 
 @dataclass

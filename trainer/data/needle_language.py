@@ -11,9 +11,8 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 MIN_WORDS = 64  # least number of tokens of each kind for keys of words
 
 
-Template = tuple[
-    tuple[str, ...], ...
-]  # a sentence is one choice of each part; {k} and {l} are keys, {v} is a value, {V} the answer
+# A sentence is one choice of each part. {k} and {l} are keys, {v} is a value, {V} the answer.
+Template = tuple[tuple[str, ...], ...]
 
 
 class Language(NamedTuple):
@@ -50,37 +49,35 @@ ASKED = (
     "Find the entry for", "Do you remember", "Which number goes with", "Please repeat", "Now", "Question:",
 )  # fmt: skip
 ASKED_END = ("?", ".", " again?", ", please.", ":", " here?")
-ALL_NUMBERS = ("all numbers of", "the entries of", "each number of", "the whole list of", "everything about")
-PLACES = (" is in the house", " is at the house", " lies in the house", " was left in the house", " belongs to the house")
 TRAINING = Language(
     consonants="bdgklmnp",
     vowels="aou",
     facts=(OPENINGS, ("{k}",), RELATIONS, ("{v}.\n",)),
     values=(
-        ("One number of", "The list of", "An entry of", "A number for", "Among others,", "Also,"),
+        ("One number of", "One more number of", "An entry of", "A number for", "Part of", "A line about", "One line of"),
         ("{k}",),
-        (" is", " has the entry", " has", " gets", ":", " adds", " includes"),
+        (" is", " reads", " comes to", " gives", " shows", " =", ":"),
         ("{v}.\n",),
     ),
-    roots=(
-        ("Let", "Set", "Put", "First", "We define", "At the start", "To begin,"),
-        ("{k}",),
-        (" be", " =", " :=", " is", " has", " equals"),
-        ("{v}.\n",),
-    ),
+    roots=(("Let", "First let", "To begin, let", "We let"), ("{k}",), (" be", " =", " :=", " equal"), ("{v}.\n",)),
     copies=(
-        ("Let", "Set", "Then", "We define", "After that", "Next,"),
+        ("Let", "Then let", "After that let", "Next, let", "We let"),
         ("{l}",),
-        (" be the same as", " =", " :=", " is a copy of", " follows", " equals", " has the number of"),
+        (" be the same as", " be a copy of", " follow", " equal", " have the number of", " =", " :="),
         ("{k}.\n",),
     ),
-    places=(("The", "You find that the", "They say the", "As before, the"), ("{k}",), PLACES, ("{l}.\n",)),
+    places=(
+        ("The", "You find that the", "They say the", "As before, the"),
+        ("{k}",),
+        (" is in the house", " is at the house", " lies in the house", " was left in the house", " belongs to the house"),
+        ("{l}.\n",),
+    ),
     questions=(ASKED, ("{k}",), ASKED_END, tuple(f" {opening}" for opening in OPENINGS), ("{k}",), RELATIONS, ("{V}.\n",)),
     all_values=(
-        ("List ", "What are ", "Give me ", "Name ", "Tell me "),
-        ALL_NUMBERS,
+        ("List", "Give me", "Name", "Tell me", "Repeat"),
+        (" all numbers of", " the entries of", " each number of", " the whole list of"),
         ("{k}",),
-        ASKED_END,
+        (" in order.", " in their order:", ", in order, please.", " in the same order?"),
         (" They are{V}.\n", "{V}.\n"),
     ),
     several=(
@@ -100,7 +97,7 @@ TRAINING = Language(
         ("What is the code of the house", "Open the house", "Which number has the house", "Find the house"),
         (" with the{k}", " of the{k}", " that has the{k}"),
         ("?", ".", ":"),
-        (" The house of the", " The house with the", " Its code, by the"),
+        (" The house of the", " The house with the", " The house that has the"),
         ("{k}",),
         RELATIONS,
         ("{V}.\n",),
@@ -132,7 +129,7 @@ class Words:
 
     Args:
         tokenizer: the run's tokenizer.
-        evaluation: take a third of the tokens of small letters; otherwise all other tokens, also of capitals and underscores.
+        evaluation: take a third of the tokens of small letters; otherwise all others of letters or underscores.
     """
 
     def __init__(self, tokenizer: Tokenizer, evaluation: bool) -> None:
@@ -173,6 +170,6 @@ def fill(rng: np.random.Generator, template: Template, **names: str) -> list[str
     return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces("".join(parts))]
 
 
-@functools.lru_cache(2**14)
+@functools.lru_cache(2**15)
 def _pieces(sentence: str) -> list[str]:
     return [piece for piece in re.split(r"(\{\w\})", sentence) if piece]

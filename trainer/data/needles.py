@@ -31,7 +31,7 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
 SEEN = ("templates", "keys")  # what an evaluation can take from training
 BANK = 512  # filler sentences of a tokenizer
-REDRAWS = 16  # of a document whose facts and questions are longer than estimated
+REDRAWS = 16  # of a document whose facts and questions are longer than estimated, or of a near miss
 
 
 class Item(NamedTuple):
@@ -101,7 +101,8 @@ class Needles:
         count = 2
         while count <= max_documents and length % count == num_questions % count == 0:
             try:
-                self.parts.append(Needles(tokenizer, length // count, families, num_questions // count, digits, evaluation))
+                shape = length // count, families, num_questions // count, digits
+                self.parts.append(Needles(tokenizer, *shape, evaluation, seen=seen))
             except ValueError:  # facts and questions do not fit
                 break
             count *= 2
@@ -208,9 +209,16 @@ class Needles:
         """Return keys that differ from `key` in one token or in one syllable each."""
         if self.words is not None:
             start, end = self._pairs[key]
-            words, draw = self.words, lambda kind: int(rng.integers(len(kind)))
-            pairs = [(start, draw(words.ends)), (draw(words.starts), end), (start, draw(words.ends))]
-            return [text for text in dict.fromkeys(words.text(*pair) for pair in pairs) if text != key]
+            words, misses = self.words, list[str]()
+            for keeps_start in (True, False, True):
+                for _ in range(REDRAWS):  # until the tokenizer makes these two tokens of the text
+                    new = int(rng.integers(len(words.ends if keeps_start else words.starts)))
+                    pair = (start, new) if keeps_start else (new, end)
+                    text = words.text(*pair)
+                    if text not in (key, *misses) and self._encode_pieces([text])[0].tolist() == words.ids(*pair):
+                        misses.append(text)
+                        break
+            return misses
         syllables = [c + v for c in self.alphabet.consonants for v in self.alphabet.vowels]
         result = []
         for place in rng.permutation(3)[:NEAR_MISSES]:

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=SEEN,
         default=[],
-        help="long: take training's own templates or keys, to find out which of them a model does not transfer from",
+        help="long: take templates or keys of training (of this version), to find out what a model does not transfer from",
     )
     parser.add_argument("--micro-batch", type=_count, default=1, help="sequences per forward (default %(default)s)")
     parser.add_argument("--ring", type=int, default=0, help="ranks of a ring (default all; the others share the sequences)")
@@ -169,7 +169,7 @@ def _evaluate(
         ranks=distributed.world,
         ring=mesh.ring,
         cut_ring=args.cut_ring,
-        seen=sorted(args.seen, reverse=True),
+        seen=[name for name in SEEN if name in args.seen],
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         sequences=args.sequences,
         data={name: source.get("sha256") for name, source in state.get("fingerprint", {}).items()},

@@ -110,8 +110,9 @@ def test_evaluation_and_training_share_no_syllable_and_no_template() -> None:
     )
     assert training & evaluation <= SHARED_WORDS
     for name in TRAINING._fields[2:]:
-        if name != "several":
-            assert not set(sentences(getattr(TRAINING, name))) & set(sentences(getattr(EVALUATION, name)))
+        templates = [getattr(language, name) for language in (TRAINING, EVALUATION)]
+        for own, other in zip(*templates, strict=True) if name == "several" else (templates,):
+            assert not set(sentences(own)) & set(sentences(other))
 
 
 @pytest.mark.parametrize("seen", [(), ("templates",), ("keys",), ("templates", "keys")])
@@ -188,9 +189,13 @@ def test_keys_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Pat
         keys = task.keys(rng, 200)
         encoded = [ids.tolist() for ids in tokenizer.encode([key.encode() for key in keys])]
         assert len({*keys}) == 200 and {len(ids) for ids in encoded} == {2}
-        tokens.append({id for ids in encoded for id in ids})
-        start, end = (tokenizer.decode([id]) for id in encoded[0])
-        assert all(near.startswith(start) != near.endswith(end) for near in task.near_misses(rng, keys[0]))
+        near = [
+            [ids.tolist() for ids in tokenizer.encode([miss.encode() for miss in task.near_misses(rng, key)])] for key in keys
+        ]
+        assert sum(map(len, near)) > 590
+        for (start, end), misses in zip(encoded, near, strict=True):
+            assert all(len(miss) == 2 and (miss[0] == start) != (miss[1] == end) for miss in misses)
+        tokens.append({id for ids in [*encoded, *itertools.chain(*near)] for id in ids})
     assert not tokens[0] & tokens[1]
 
 

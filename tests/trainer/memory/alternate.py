@@ -143,11 +143,11 @@ def compare(name: str, base: Path, logs: Path, port: int) -> dict[str, Any]:
 
 
 def commit(tree: Path) -> str:
-    """Return a checkout's commit, or the one in its file COMMIT where it came without a repository."""
+    """Return a checkout's commit, or the one in its file COMMIT where it came without a repository; "unknown" without both."""
     if (tree / "COMMIT").exists():
         return (tree / "COMMIT").read_text().strip()
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def main() -> None:
