@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringspan import ROOT
-from tests.alternate_benchmarks import ALONE, ROLES, Turns, compare
+from tests.kernels.bench.alternate import ALONE, ROLES, Turns, compare
 
 
 def test_checkouts_take_turns_and_who_is_first_alternates(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_checkouts_take_turns_and_who_is_first_alternates(tmp_path: Path) -> Non
 
 
 def test_a_checkout_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.alternate_benchmarks.TIMEOUT", 0.01)
+    monkeypatch.setattr("tests.kernels.bench.alternate.TIMEOUT", 0.01)
     with pytest.raises(TimeoutError, match="the new checkout has not arrived in round d64 hopper 0"):
         Turns(tmp_path, "base").take("d64 hopper", lambda: None)
 
@@ -57,7 +57,7 @@ def test_ratios_and_points_are_those_of_a_round() -> None:
 
 @pytest.mark.slow
 def test_a_checkout_compared_with_itself(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.alternate_benchmarks", "--base", str(ROOT), "--out", str(tmp_path / "out.json")]
+    command = [sys.executable, "-m", "tests.kernels.bench.alternate", "--base", str(ROOT), "--out", str(tmp_path / "out.json")]
     command += ["kernels", "--shapes", "tiny", "--device", "cpu", "--only", "chunked,sdpa-math", "--rounds", "2", "--rep", "1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,8 +1,8 @@
 """Time the benchmarks of two checkouts in turns on the same GPUs, so that both see the same clocks and temperature.
 
     git worktree add ../base COMMIT
-    python -m tests.alternate_benchmarks --base ../base --out k.json kernels --shapes d128-causal-16k --only hopper --rounds 9
-    python -m tests.alternate_benchmarks --base ../base --out r.json --ranks 2 ring --tokens 32k --only alone,ring-zigzag-copy
+    python -m tests.kernels.bench.alternate --base ../base --out k.json kernels --shapes d64-causal-16k --only hopper --rounds 9
+    python -m tests.kernels.bench.alternate --base ../base --out r.json --ranks 2 ring --tokens 8k --only alone,ring-zigzag-copy
 
 Each checkout runs `ringspan bench` in processes of its own. They take turns at each measurement, and who is first alternates by
 round; meanwhile the other one waits with its GPU idle. Both compile before the first turn. The ratio of a round is time of
