@@ -31,7 +31,8 @@ from ringspan.trainer.data.tokenizer import Tokenizer
 NEAR_MISSES, PARTS, HOPS = 3, 4, 4  # distractors per key; values of multi_value and keys of multi_query; longest chain
 SEEN = ("templates", "keys")  # what an evaluation can take from training
 BANK = 512  # filler sentences of a tokenizer
-REDRAWS = 16  # of a document whose facts and questions are longer than estimated, or of a near miss
+REDRAWS = 16  # of a document whose facts and questions are longer than estimated
+CANDIDATES = 4  # draws of a near miss
 
 
 class Item(NamedTuple):
@@ -208,17 +209,7 @@ class Needles:
     def near_misses(self, rng: np.random.Generator, key: str) -> list[str]:
         """Return keys that differ from `key` in one token or in one syllable each."""
         if self.words is not None:
-            start, end = self._pairs[key]
-            words, misses = self.words, list[str]()
-            for keeps_start in (True, False, True):
-                for _ in range(REDRAWS):  # until the tokenizer makes these two tokens of the text
-                    new = int(rng.integers(len(words.ends if keeps_start else words.starts)))
-                    pair = (start, new) if keeps_start else (new, end)
-                    text = words.text(*pair)
-                    if text not in (key, *misses) and self._encode_pieces([text])[0].tolist() == words.ids(*pair):
-                        misses.append(text)
-                        break
-            return misses
+            return self._near_words(self.words, rng, *self._pairs[key])
         syllables = [c + v for c in self.alphabet.consonants for v in self.alphabet.vowels]
         result = []
         for place in rng.permutation(3)[:NEAR_MISSES]:
@@ -227,6 +218,18 @@ class Needles:
             other = others[int(rng.integers(len(others)))]
             result.append(key[:begin] + other + key[begin + 2 :])
         return result
+
+    def _near_words(self, words: Words, rng: np.random.Generator, start: int, end: int) -> list[str]:
+        """Draw words that have the same start, end and start; of some candidates those that are encoded as two such tokens."""
+        drawn = [rng.integers(0, len(kind), NEAR_MISSES * CANDIDATES).tolist() for kind in (words.starts, words.ends)]
+        pairs = [
+            (new, end) if n % NEAR_MISSES == 1 else (start, other) for n, (new, other) in enumerate(zip(*drawn, strict=True))
+        ]
+        texts, found = [words.text(*pair) for pair in pairs], dict[int, str]()
+        for n, (pair, text, ids) in enumerate(zip(pairs, texts, self._encode(texts), strict=True)):
+            if pair != (start, end) and text not in found.values() and ids.tolist() == words.ids(*pair):
+                found.setdefault(n % NEAR_MISSES, text)
+        return list(found.values())
 
     def values(self, rng: np.random.Generator, num: int) -> list[str]:
         """Draw numbers, each after a space."""
@@ -272,7 +275,7 @@ def join(documents: Sequence[Packed]) -> Packed:
 Drawn = tuple[list[Item], list[str], int]  # items, the answer of each question, and values that a guess chooses from
 
 
-def single(task: Needles, rng: np.random.Generator, num_near: int = 0) -> Drawn:
+def single(task: Needles, rng: np.random.Generator, has_near_misses: bool = False) -> Drawn:
     num, language = task.num_questions, task.language
     keys, values, items = task.keys(rng, num), task.values(rng, num), []
     used = set(keys)
@@ -280,15 +283,15 @@ def single(task: Needles, rng: np.random.Generator, num_near: int = 0) -> Drawn:
         items.append(Item(slot, fill(rng, language.facts, k=key, v=value), question))
         pieces = fill(rng, language.questions, k=key, V=value)
         items.append(Item(task.question_slot(rng, slot, question), pieces, question, asks=True))
-        others = [other for other in task.near_misses(rng, key)[:num_near] if other not in used]
+        others = [other for other in task.near_misses(rng, key) if other not in used] if has_near_misses else []
         used.update(others)
         for other, text in zip(others, task.values(rng, len(others)), strict=True):
             items.append(Item(rng.random(), fill(rng, language.facts, k=other, v=text), -1))
-    return items, values, num * (1 + num_near)
+    return items, values, num * (1 + NEAR_MISSES * has_near_misses)
 
 
 def multi_key(task: Needles, rng: np.random.Generator) -> Drawn:
-    return single(task, rng, NEAR_MISSES)
+    return single(task, rng, has_near_misses=True)
 
 
 def multi_value(task: Needles, rng: np.random.Generator) -> Drawn:
