@@ -16,10 +16,7 @@ Template = tuple[tuple[str, ...], ...]
 
 
 class Language(NamedTuple):
-    """Syllables of the keys, and templates.
-
-    Training combines many openings and relations: from three sentences a model learns where the value is in these sentences.
-    """
+    """Syllables of the keys, and templates."""
 
     consonants: str
     vowels: str
