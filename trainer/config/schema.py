@@ -114,6 +114,9 @@ class Source:
         "needles: families to draw from, with equal shares",
     )
     num_questions: int = option(16, "needles: questions per sequence", least=1)
+    random_words: float = option(
+        0.0, "needles, in training: share of the parts of a sentence that are random words instead of a template's", least=0
+    )
     seen: list[str] = option([], "needles, in evaluations: take templates, keys or both from training instead of held-out ones")
 
 

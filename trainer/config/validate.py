@@ -42,7 +42,7 @@ USED_ONLY_BY_SOURCES = (
     ("kind", ("tokens",), ("dtype", "end_token", "header")),
     ("kind", ("recall",), ("keys", "values", "facts", "questions")),
     ("kind", ("passkey", "needles"), ("digits",)),
-    ("kind", ("needles",), ("families", "num_questions", "seen")),
+    ("kind", ("needles",), ("families", "num_questions", "seen", "random_words")),
 )
 
 

@@ -194,8 +194,8 @@ class Dataset:
             if source.kind == "needles":
                 shape = source.families, source.num_questions, source.digits
                 held_out = part == "held_out"
-                count = 1 if held_out else MAX_DOCUMENTS
-                return Synthetic(Needles(tokenizer, self.length, *shape, held_out, count, source.seen), seed)
+                count, share = (1, 0.0) if held_out else (MAX_DOCUMENTS, source.random_words)
+                return Synthetic(Needles(tokenizer, self.length, *shape, held_out, count, source.seen, share), seed)
             if name not in self.opened:
                 full = options.verify == "full"
                 self.opened[name] = (

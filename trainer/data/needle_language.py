@@ -161,12 +161,52 @@ def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
     return words if right > MIN_WORDS // 2 else None
 
 
-def fill(rng: np.random.Generator, template: Template, **names: str) -> list[str]:
-    """Return the pieces of a random sentence of a template with its names filled in."""
-    parts = [choices[int(rng.integers(len(choices)))] for choices in template]  # rng.choice takes ten times as long
-    return [names[piece[1]] if piece[0] == "{" else piece for piece in _pieces("".join(parts))]
+class RandomWords:
+    """Random tokens of letters in the place of parts of training's templates, so that a model learns which words are keys.
+
+    Words of one token alone would not do: a key has two, and every other word of two tokens would look like a key.
+
+    Args:
+        tokenizer: the run's tokenizer. If it has few tokens of letters, words are syllables, as keys are.
+    """
+
+    LONGEST = 16  # tokens or syllables of a phrase
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        words = words_of(tokenizer, False)  # type: ignore[arg-type]  # tokenizers are hashable
+        if words is None:
+            ends = [c + v for c in TRAINING.consonants for v in TRAINING.vowels]
+            starts = [f" {syllable}" for syllable in ends]
+        else:
+            held_out = {f" {word}" for word in re.findall("[a-z]+", str(EVALUATION[2:]).lower())}
+            starts, ends = ([text for _, text in kind if text.lower() not in held_out] for kind in (words.starts, words.ends))
+        self.num_starts, self.pieces = len(starts), [*starts, *ends]
+
+    def phrase(self, rng: np.random.Generator) -> list[str]:
+        """Draw 1 to 16 pieces, of which the first starts a word."""
+        rest = rng.integers(0, len(self.pieces), rng.integers(self.LONGEST)).tolist()
+        return [self.pieces[i] for i in (int(rng.integers(self.num_starts)), *rest)]
+
+
+def fill(rng: np.random.Generator, template: Template, names: dict[str, str], words: RandomWords, share: float) -> list[str]:
+    """Return the pieces of a random sentence of a template.
+
+    Args:
+        rng: source of the choices.
+        template: its parts are drawn independently.
+        names: text of each placeholder.
+        words: replace parts without placeholder.
+        share: how often they do.
+    """
+    pieces: list[str] = []
+    for choices in template:
+        if share and "{" not in choices[0] and rng.random() < share:
+            pieces += words.phrase(rng)
+        else:
+            pieces += _pieces(choices[int(rng.integers(len(choices)))])  # rng.choice takes ten times as long
+    return [names[piece[1]] if piece[0] == "{" else piece for piece in pieces]
 
 
 @functools.lru_cache(2**15)
-def _pieces(sentence: str) -> list[str]:
-    return [piece for piece in re.split(r"(\{\w\})", sentence) if piece]
+def _pieces(part: str) -> list[str]:
+    return [piece for piece in re.split(r"(\{\w\})", part) if piece]

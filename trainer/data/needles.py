@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, Words, fill, words_of
+from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, RandomWords, Template, Words, fill, words_of
 from ringspan.trainer.data.synthetic_tasks import NO_LABEL, Answers, Packed
 from ringspan.trainer.data.tokenizer import Tokenizer
 
@@ -56,8 +56,10 @@ class Needles:
         evaluation: use the templates and keys of the evaluation, and ask at the end.
         max_documents: largest number of documents of a sequence.
         seen: what an evaluation takes from training, of SEEN: shows whether templates or keys do not transfer.
+        random_share: share of the templates' parts that are random words.
     Raises:
-        ValueError: an unknown family or name in `seen`, a value of one token, or facts and questions that do not fit.
+        ValueError: an unknown family or name in `seen`, a share above 1, a value of one token, or facts and questions that do
+            not fit.
     """
 
     def __init__(
@@ -70,18 +72,22 @@ class Needles:
         evaluation: bool,
         max_documents: int = 1,
         seen: Sequence[str] = (),
+        random_share: float = 0.0,
     ) -> None:
         unknown = [name for name in families if name not in FAMILIES]
         if unknown or not families:
             raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
         if set(seen) - set(SEEN):
             raise ValueError(f"seen={list(seen)}: choose some of {', '.join(SEEN)}")
+        if not 0 <= random_share <= 1:
+            raise ValueError(f"random_words={random_share:g}: it is a share, 0 to 1")
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation and "templates" not in seen else TRAINING
         unseen_keys = evaluation and "keys" not in seen
         self.alphabet = EVALUATION if unseen_keys else TRAINING
         self.words = words_of(tokenizer, unseen_keys)  # type: ignore[arg-type]  # tokenizers are hashable
+        self.random_words, self.random_share = RandomWords(tokenizer), random_share
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
@@ -103,7 +109,7 @@ class Needles:
         while count <= max_documents and length % count == num_questions % count == 0:
             try:
                 shape = length // count, families, num_questions // count, digits
-                self.parts.append(Needles(tokenizer, *shape, evaluation, seen=seen))
+                self.parts.append(Needles(tokenizer, *shape, evaluation, seen=seen, random_share=random_share))
             except ValueError:  # facts and questions do not fit
                 break
             count *= 2
@@ -246,6 +252,10 @@ class Needles:
                     drawn[text] = start, end
         return drawn
 
+    def fill(self, rng: np.random.Generator, template: Template, **names: str) -> list[str]:
+        """Return the pieces of a sentence of a template with its names filled in."""
+        return fill(rng, template, names, self.random_words, self.random_share)
+
     def slots(self, rng: np.random.Generator, num: int) -> np.ndarray:
         """Draw one place in each of `num` equal parts of the text, in random order."""
         return rng.permutation((np.arange(num) + rng.random(num)) / num)
@@ -280,13 +290,13 @@ def single(task: Needles, rng: np.random.Generator, has_near_misses: bool = Fals
     keys, values, items = task.keys(rng, num), task.values(rng, num), []
     used = set(keys)
     for question, (key, value, slot) in enumerate(zip(keys, values, task.slots(rng, num), strict=True)):
-        items.append(Item(slot, fill(rng, language.facts, k=key, v=value), question))
-        pieces = fill(rng, language.questions, k=key, V=value)
+        items.append(Item(slot, task.fill(rng, language.facts, k=key, v=value), question))
+        pieces = task.fill(rng, language.questions, k=key, V=value)
         items.append(Item(task.question_slot(rng, slot, question), pieces, question, asks=True))
         others = [other for other in task.near_misses(rng, key) if other not in used] if has_near_misses else []
         used.update(others)
         for other, text in zip(others, task.values(rng, len(others)), strict=True):
-            items.append(Item(rng.random(), fill(rng, language.facts, k=other, v=text), -1))
+            items.append(Item(rng.random(), task.fill(rng, language.facts, k=other, v=text), -1))
     return items, values, num * (1 + NEAR_MISSES * has_near_misses)
 
 
@@ -302,11 +312,11 @@ def multi_value(task: Needles, rng: np.random.Generator) -> Drawn:
         slots = np.sort([first, *rng.uniform(first, 1, PARTS - 1)])
         values = task.values(rng, PARTS)
         items += [
-            Item(slot, fill(rng, task.language.values, k=key, v=value), question)
+            Item(slot, task.fill(rng, task.language.values, k=key, v=value), question)
             for slot, value in zip(slots, values, strict=True)
         ]
         answers.append("".join(values))
-        pieces = fill(rng, task.language.all_values, k=key, V=answers[-1])
+        pieces = task.fill(rng, task.language.all_values, k=key, V=answers[-1])
         items.append(Item(task.question_slot(rng, slots[-1], question), pieces, question, asks=True))
     return items, answers, PARTS * task.num_questions
 
@@ -319,11 +329,11 @@ def multi_query(task: Needles, rng: np.random.Generator) -> Drawn:
         own = slice(PARTS * question, PARTS * (question + 1))
         slots = [first, *rng.uniform(first, 1, PARTS - 1)]
         items += [
-            Item(slot, fill(rng, task.language.facts, k=key, v=value), question)
+            Item(slot, task.fill(rng, task.language.facts, k=key, v=value), question)
             for slot, key, value in zip(slots, keys[own], values[own], strict=True)
         ]
         answers.append("".join(values[own]))
-        pieces = [*fill(rng, begin), *keys[own], *fill(rng, end, V=answers[-1])]
+        pieces = [*task.fill(rng, begin), *keys[own], *task.fill(rng, end, V=answers[-1])]
         items.append(Item(task.question_slot(rng, max(slots), question), pieces, question, asks=True))
     return items, answers, PARTS * task.num_questions
 
@@ -334,10 +344,10 @@ def variables(task: Needles, rng: np.random.Generator) -> Drawn:
         hops = 1 + question % HOPS
         chain = keys[(HOPS + 1) * question :][: hops + 1]
         slots = np.sort([first, *rng.uniform(first, 1, hops)])
-        items.append(Item(slots[0], fill(rng, task.language.roots, k=chain[0], v=value), question))
+        items.append(Item(slots[0], task.fill(rng, task.language.roots, k=chain[0], v=value), question))
         for slot, source, target in zip(slots[1:], chain[:-1], chain[1:], strict=True):
-            items.append(Item(slot, fill(rng, task.language.copies, k=source, l=target), question))
-        pieces = fill(rng, task.language.variable, k=chain[-1], V=value)
+            items.append(Item(slot, task.fill(rng, task.language.copies, k=source, l=target), question))
+        pieces = task.fill(rng, task.language.variable, k=chain[-1], V=value)
         items.append(Item(task.question_slot(rng, slots[-1], question), pieces, question, asks=True))
     return items, values, task.num_questions
 
@@ -347,9 +357,9 @@ def two_facts(task: Needles, rng: np.random.Generator) -> Drawn:
     for question, (value, first) in enumerate(zip(values, task.slots(rng, task.num_questions), strict=True)):
         thing, place = keys[2 * question : 2 * question + 2]
         slots = rng.permutation([first, rng.uniform(first, 1)])
-        items.append(Item(slots[0], fill(rng, task.language.places, k=thing, l=place), question))
-        items.append(Item(slots[1], fill(rng, task.language.facts, k=place, v=value), question))
-        pieces = fill(rng, task.language.place, k=thing, V=value)
+        items.append(Item(slots[0], task.fill(rng, task.language.places, k=thing, l=place), question))
+        items.append(Item(slots[1], task.fill(rng, task.language.facts, k=place, v=value), question))
+        pieces = task.fill(rng, task.language.place, k=thing, V=value)
         items.append(Item(task.question_slot(rng, max(slots), question), pieces, question, asks=True))
     return items, values, task.num_questions
 

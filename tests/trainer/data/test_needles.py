@@ -11,7 +11,7 @@ from ringspan import ROOT
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.dataset import Dataset, Synthetic
-from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, Language, Template
+from ringspan.trainer.data.needle_language import ASKED, EVALUATION, OPENINGS, TRAINING, Language, Template
 from ringspan.trainer.data.needles import FAMILIES, Needles
 from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
@@ -197,6 +197,37 @@ def test_keys_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Pat
             assert all(len(miss) == 2 and (miss[0] == start) != (miss[1] == end) for miss in misses)
         tokens.append({id for ids in [*encoded, *itertools.chain(*near)] for id in ids})
     assert not tokens[0] & tokens[1]
+
+    words = task.random_words
+    phrases = [words.phrase(rng) for _ in range(2000)]
+    sizes = [len(phrase) for phrase in phrases]
+    assert set(sizes) == set(range(1, words.LONGEST + 1)) and all(phrase[0][0] == " " for phrase in phrases)
+    encoded = [ids.tolist() for ids in tokenizer.encode([piece.encode() for phrase in phrases for piece in phrase])]
+    assert all(len(ids) == 1 for ids in encoded) and not {ids[0] for ids in encoded} & tokens[1]
+    spoken = " ".join("".join(phrase) for phrase in phrases).split()
+    assert not {"value", "stored", "under", "which", "variable"} & {word.lower() for word in spoken}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_words_replace_parts_of_training_templates_only(family: str) -> None:
+    """Facts and questions still have their keys and values, in other sentences; the evaluation does not change."""
+    train, plain = (source(family, "train", random_words=share) for share in (1.0, 0.0))
+    text, plain_text = (BYTES.decode(each.window(0, np.arange(LENGTH)).tokens.tolist()) for each in (train, plain))
+    openings = re.compile("|".join(re.escape(part) for part in [*OPENINGS[:6], *(ask for ask in ASKED if len(ask) > 4)]))
+    assert not openings.search(text) and (openings.search(plain_text) or family not in ("single", "multi_key"))
+    answers, lines = train.answers(0), text.split("\n")
+    ends = np.cumsum([len(line) + 1 for line in lines])
+    window = train.window(0, np.arange(LENGTH))
+    for positions, fact in zip(answers.positions, answers.fact, strict=True):
+        answer = BYTES.decode(window.labels[np.unique(positions)].tolist())
+        question, stated = (lines[int(np.searchsorted(ends, at, "right"))] for at in (positions[0], fact))
+        assert f"{answer}." in question
+        shared = set(re.findall(TEXT, question)) & set(re.findall(TEXT, stated))
+        assert shared or family in ("variables", "two_facts")  # the question's key may be in a later fact
+    held_out = [source(family, random_words=share).window(0, np.arange(LENGTH)).tokens for share in (0.0, 1.0)]
+    assert (held_out[0] == held_out[1]).all()
+    with pytest.raises(ValueError, match=r"random_words=1\.5: it is a share, 0 to 1"):
+        source(family, "train", random_words=1.5)
 
 
 def test_a_document_that_is_longer_than_estimated_is_drawn_again() -> None:
