@@ -115,7 +115,7 @@ class Source:
     )
     num_questions: int = option(16, "needles: questions per sequence", least=1)
     random_words: float = option(
-        0.0, "needles, in training: share of the parts of a sentence that are random words instead of a template's", least=0
+        0.0, "needles, in training: share of a template's parts that random phrases of 1 to 16 tokens replace", least=0
     )
     seen: list[str] = option([], "needles, in evaluations: take templates, keys or both from training instead of held-out ones")
 

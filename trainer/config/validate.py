@@ -208,6 +208,8 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.sources.{name}.paths={source.paths}: {source.kind} reads no files; use kind: text"
         if source.kind == "tokens" and not config.model.vocabulary:
             yield f"data.sources.{name}: token shards do not store the vocabulary size; set model.vocabulary"
+        if source.random_words > 1:
+            yield f"data.sources.{name}.random_words={source.random_words:g}: it is a share; set 0 to 1"
     if data.held_out >= 1:
         yield f"data.held_out={data.held_out}: it must be below 1, so that data for training remain"
     if tokenizer.kind == "bytes" and 0 < config.model.vocabulary < BYTES_VOCABULARY and not only_shards(data):

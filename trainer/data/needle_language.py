@@ -179,7 +179,8 @@ class RandomWords:
             starts = [f" {syllable}" for syllable in ends]
         else:
             held_out = {f" {word}" for word in re.findall("[a-z]+", str(EVALUATION[2:]).lower())}
-            starts, ends = ([text for _, text in kind if text.lower() not in held_out] for kind in (words.starts, words.ends))
+            starts = [text for _, text in words.starts if text.lower() not in held_out]
+            ends = [text for _, text in words.ends]
         self.num_starts, self.pieces = len(starts), [*starts, *ends]
 
     def phrase(self, rng: np.random.Generator) -> list[str]:

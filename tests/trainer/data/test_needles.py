@@ -11,7 +11,7 @@ from ringspan import ROOT
 from ringspan.trainer.config.schema import Data, Source
 from ringspan.trainer.data import train_tokenizer
 from ringspan.trainer.data.dataset import Dataset, Synthetic
-from ringspan.trainer.data.needle_language import ASKED, EVALUATION, OPENINGS, TRAINING, Language, Template
+from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, Language, Template, words_of
 from ringspan.trainer.data.needles import FAMILIES, Needles
 from ringspan.trainer.data.tokenizer import HuggingFace
 from tests.trainer.data.helpers import BYTES, BytesWithBegin
@@ -202,19 +202,32 @@ def test_keys_are_words_of_two_tokens_where_the_tokenizer_has_them(tmp_path: Pat
     phrases = [words.phrase(rng) for _ in range(2000)]
     sizes = [len(phrase) for phrase in phrases]
     assert set(sizes) == set(range(1, words.LONGEST + 1)) and all(phrase[0][0] == " " for phrase in phrases)
-    encoded = [ids.tolist() for ids in tokenizer.encode([piece.encode() for phrase in phrases for piece in phrase])]
-    assert all(len(ids) == 1 for ids in encoded) and not {ids[0] for ids in encoded} & tokens[1]
-    spoken = " ".join("".join(phrase) for phrase in phrases).split()
-    assert not {"value", "stored", "under", "which", "variable"} & {word.lower() for word in spoken}
+    encoded = [ids.tolist() for ids in tokenizer.encode([piece.encode() for piece in words.pieces])]
+    held_out = words_of(tokenizer, True)
+    assert held_out is not None and all(len(ids) == 1 for ids in encoded)
+    assert not {ids[0] for ids in encoded} & {id for id, _ in [*held_out.starts, *held_out.ends]}
+    assert not {" value", " stored", " under", " which", " variable"} & {piece.lower() for piece in words.pieces}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_words_replace_parts_of_training_templates_only(family: str) -> None:
     """Facts and questions still have their keys and values, in other sentences; the evaluation does not change."""
-    train, plain = (source(family, "train", random_words=share) for share in (1.0, 0.0))
-    text, plain_text = (BYTES.decode(each.window(0, np.arange(LENGTH)).tokens.tolist()) for each in (train, plain))
-    openings = re.compile("|".join(re.escape(part) for part in [*OPENINGS[:6], *(ask for ask in ASKED if len(ask) > 4)]))
-    assert not openings.search(text) and (openings.search(plain_text) or family not in ("single", "multi_key"))
+    names = dict(multi_value=("values", "all_values"), variables=("roots", "copies", "variable"), two_facts=("places", "place"))
+    templates = [getattr(TRAINING, name) for name in names.get(family, ("facts",))]
+    parts = {choice for template in templates for choices in template if "{" not in choices[0] for choice in choices}
+    words = re.compile("|".join(re.escape(part) for part in parts if len(part) > 4 and part.strip() not in str(WORDS)))
+    none, half, train = (source(family, "train", random_words=share) for share in (0.0, 0.5, 1.0))
+    texts = [BYTES.decode(each.window(0, np.arange(LENGTH)).tokens.tolist()) for each in (none, half, train)]
+    counts, text = [len(words.findall(each)) for each in texts], texts[2]
+    assert counts[0] > counts[1] > counts[2] == 0
+    task = (
+        Dataset(
+            Data(length=LENGTH, sources={"n": Source(kind="needles", families=[family], random_words=0.5)}), BYTES, 0, "train"
+        )
+        .sources[0]
+        .task
+    )
+    assert task.parts and all(part.random_share == 0.5 for part in task.parts)
     answers, lines = train.answers(0), text.split("\n")
     ends = np.cumsum([len(line) + 1 for line in lines])
     window = train.window(0, np.arange(LENGTH))
