@@ -161,10 +161,10 @@ def words_of(tokenizer: Tokenizer, evaluation: bool) -> Words | None:
     return words if right > MIN_WORDS // 2 else None
 
 
-class RandomWords:
+class RandomPhrases:
     """Random tokens of letters in the place of parts of training's templates, so that a model learns which words are keys.
 
-    Words of one token alone would not do: a key has two, and every other word of two tokens would look like a key.
+    A phrase has words of one or more tokens: with words of one token alone, every word of two tokens would look like a key.
 
     Args:
         tokenizer: the run's tokenizer. If it has few tokens of letters, words are syllables, as keys are.
@@ -183,26 +183,28 @@ class RandomWords:
             ends = [text for _, text in words.ends]
         self.num_starts, self.pieces = len(starts), [*starts, *ends]
 
-    def phrase(self, rng: np.random.Generator) -> list[str]:
+    def draw(self, rng: np.random.Generator) -> list[str]:
         """Draw 1 to 16 pieces, of which the first starts a word."""
         rest = rng.integers(0, len(self.pieces), rng.integers(self.LONGEST)).tolist()
         return [self.pieces[i] for i in (int(rng.integers(self.num_starts)), *rest)]
 
 
-def fill(rng: np.random.Generator, template: Template, names: dict[str, str], words: RandomWords, share: float) -> list[str]:
+def fill(
+    rng: np.random.Generator, template: Template, names: dict[str, str], phrases: RandomPhrases, share: float
+) -> list[str]:
     """Return the pieces of a random sentence of a template.
 
     Args:
         rng: source of the choices.
         template: its parts are drawn independently.
-        names: text of each placeholder.
-        words: replace parts without placeholder.
-        share: how often they do.
+        names: the key or value that stands for each letter in braces.
+        phrases: random phrases.
+        share: share of the parts without keys and values that phrases replace.
     """
     pieces: list[str] = []
     for choices in template:
         if share and "{" not in choices[0] and rng.random() < share:
-            pieces += words.phrase(rng)
+            pieces += phrases.draw(rng)
         else:
             pieces += _pieces(choices[int(rng.integers(len(choices)))])  # rng.choice takes ten times as long
     return [names[piece[1]] if piece[0] == "{" else piece for piece in pieces]

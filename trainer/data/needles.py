@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, RandomWords, Template, Words, fill, words_of
+from ringspan.trainer.data.needle_language import EVALUATION, TRAINING, WORDS, RandomPhrases, Template, Words, fill, words_of
 from ringspan.trainer.data.synthetic_tasks import NO_LABEL, Answers, Packed
 from ringspan.trainer.data.tokenizer import Tokenizer
 
@@ -56,10 +56,9 @@ class Needles:
         evaluation: use the templates and keys of the evaluation, and ask at the end.
         max_documents: largest number of documents of a sequence.
         seen: what an evaluation takes from training, of SEEN: shows whether templates or keys do not transfer.
-        random_share: share of the templates' parts that are random words.
+        random_words: share of the templates' parts that random phrases replace.
     Raises:
-        ValueError: an unknown family or name in `seen`, a share above 1, a value of one token, or facts and questions that do
-            not fit.
+        ValueError: an unknown family or name in `seen`, a value of one token, or facts and questions that do not fit.
     """
 
     def __init__(
@@ -72,22 +71,20 @@ class Needles:
         evaluation: bool,
         max_documents: int = 1,
         seen: Sequence[str] = (),
-        random_share: float = 0.0,
+        random_words: float = 0.0,
     ) -> None:
         unknown = [name for name in families if name not in FAMILIES]
         if unknown or not families:
             raise ValueError(f"families={list(families)}: choose some of {', '.join(FAMILIES)}")
         if set(seen) - set(SEEN):
             raise ValueError(f"seen={list(seen)}: choose some of {', '.join(SEEN)}")
-        if not 0 <= random_share <= 1:
-            raise ValueError(f"random_words={random_share:g}: it is a share, 0 to 1")
         self.tokenizer, self.length, self.families = tokenizer, length, list(families)
         self.num_questions, self.digits, self.evaluation = num_questions, digits, evaluation
         self.language = EVALUATION if evaluation and "templates" not in seen else TRAINING
         unseen_keys = evaluation and "keys" not in seen
         self.alphabet = EVALUATION if unseen_keys else TRAINING
         self.words = words_of(tokenizer, unseen_keys)  # type: ignore[arg-type]  # tokenizers are hashable
-        self.random_words, self.random_share = RandomWords(tokenizer), random_share
+        self.phrases, self.random_words = RandomPhrases(tokenizer), random_words
         self._pairs: dict[str, tuple[int, int]] = {}  # by key: its start and its end
         self._encoded: dict[str, np.ndarray] = {}
         self.begin, self.end = np.array(tokenizer.begin, np.int64), np.array([tokenizer.end])
@@ -109,7 +106,7 @@ class Needles:
         while count <= max_documents and length % count == num_questions % count == 0:
             try:
                 shape = length // count, families, num_questions // count, digits
-                self.parts.append(Needles(tokenizer, *shape, evaluation, seen=seen, random_share=random_share))
+                self.parts.append(Needles(tokenizer, *shape, evaluation, seen=seen, random_words=random_words))
             except ValueError:  # facts and questions do not fit
                 break
             count *= 2
@@ -254,7 +251,7 @@ class Needles:
 
     def fill(self, rng: np.random.Generator, template: Template, **names: str) -> list[str]:
         """Return the pieces of a sentence of a template with its names filled in."""
-        return fill(rng, template, names, self.random_words, self.random_share)
+        return fill(rng, template, names, self.phrases, self.random_words)
 
     def slots(self, rng: np.random.Generator, num: int) -> np.ndarray:
         """Draw one place in each of `num` equal parts of the text, in random order."""

@@ -113,6 +113,7 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["data=text", f"data.sources.text.paths=[/{'n' * 300}]"], 1, ["n" * 300]),  # longer than any file name may be
     (["data=tokens", "data.sources.tokens.paths=[README.md]"], 1, ["model.vocabulary"]),
     (["data.sources.stdlib.weight=0", "data.sources.recall.weight=0"], 1, ["every weight is 0"]),
+    (["data=needles", "data.sources.needles.random_words=1.5"], 1, ["random_words=1.5: it is a share; set 0 to 1"]),
     (["~data.sources.stdlib", "~data.sources.recall"], 1, ["data.sources"]),
     (["~data.sources.recall.weight"], 1, ["options are not removed; set data.sources.recall.weight= instead"]),
     (["~data.sources.recal"], 1, ["no source recal; did you mean recall?", "data.sources: stdlib, recall"]),
