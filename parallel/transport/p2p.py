@@ -49,28 +49,32 @@ class P2PTransport(Transport):
             (group.send, sends, send_rows, f"{name} to reach rank "),
             (group.recv, receives, recv_rows, f"{name} from rank "),
         )
-        transfers = [f"{label}{self.groups.ranks[piece.rank]}" for _, pieces, _, label in directions for piece in pieces]
-        all_transfers = ", ".join(dict.fromkeys(transfers))
         works: list[tuple[dist.Work, str]] = []
+        awaited = ""  # the transfer that is being posted
 
         def post() -> None:
+            nonlocal awaited
             is_grouped = group._get_backend(self.device).supports_coalescing  # NCCL: one call and one work for all messages
             if is_grouped:
                 group._start_coalescing(self.device)
+            transfers = []
             for call, pieces, piece_rows, label in directions:
                 num_posted: Counter[int] = Counter()  # tags tell apart the messages of a call; their order, those of calls
                 for piece, rows in zip(pieces, piece_rows, strict=True):
+                    awaited = f"{label}{self.groups.ranks[piece.rank]}"
+                    transfers.append(awaited)
                     for tensor in rows:
                         work = call([tensor], piece.rank, num_posted[piece.rank])
                         num_posted[piece.rank] += 1
                         if not is_grouped:
-                            works.append((work, f"{label}{self.groups.ranks[piece.rank]}"))
+                            works.append((work, awaited))
             if is_grouped:
-                works.append((group._end_coalescing(self.device), all_transfers))
+                awaited = ", ".join(dict.fromkeys(transfers))
+                works.append((group._end_coalescing(self.device), awaited))
 
         def wait() -> None:
             for work, transfer in reversed(works):  # receives first: a missing one names the rank that is late
                 progress.wait(work.wait, transfer, self.groups.timeout_s)
 
-        progress.wait(post, all_transfers, self.groups.timeout_s)
+        progress.wait(post, lambda: awaited, self.groups.timeout_s)
         return wait
