@@ -40,6 +40,11 @@ def uneven_pieces(length: int, blocks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *borders, length]))
 
 
+def fewer_heads(*tensors: Tensor) -> list[Tensor]:
+    """Half of the heads of the first sequence. Triton's interpreter runs heads one by one."""
+    return [x[:1, :, : x.shape[2] // 2].contiguous() for x in tensors]
+
+
 def forward_in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list, **options) -> tuple[Tensor, Tensor]:
     """Carry the softmax over pieces of the keys, in this order."""
     carry = None
@@ -55,8 +60,8 @@ def forward_in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list,
 @pytest.mark.parametrize("blocks", [2, 5])
 def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torch.dtype, device: str) -> None:
     mask, (q, k, v, dout) = MASKS[name], random_inputs(dtype, device)
-    if blocks == 5 and backend == "triton" and not HAS_GPU:  # the interpreter runs heads one by one
-        q, k, v, dout = (x[:1, :, : max(1, x.shape[2] // 2)].contiguous() for x in (q, k, v, dout))
+    if backend == "triton" and not HAS_GPU:
+        q, k, v, dout = fewer_heads(q, k, v, dout)
     options = dict(backend=backend, softcap=4.0)
     if backend != "hopper" and (name == "documents" or HAS_GPU or backend != "triton"):  # interpreted Philox takes ten seconds
         options |= dict(dropout=0.25, seed=99)
@@ -95,7 +100,7 @@ def test_queries_outside_all_documents_have_no_visible_keys(first: int, backend:
 
 
 SHARDS = {  # a rank's rows: contiguous, zigzag, striped, and lists that no kernel takes in one launch
-    "contiguous": [(32, 1, 32)],
+    "contiguous": [(32, 1, 30)],  # on a GPU, the last vector of lse and delta also has rows of padding
     "zigzag": [(16, 1, 16), (64, 1, 16)],
     "striped": [(1, 3, 32)],
     "three": [(0, 1, 8), (24, 1, 8), (80, 1, 16)],
@@ -191,6 +196,8 @@ def test_a_block_without_visible_keys_changes_nothing(backend: str, dtype: torch
 )
 def test_accumulate_dq_overwrites_dk_and_dv(rows_at: list, backend: str, dtype: torch.dtype, device: str) -> None:
     q, k, v, dout = random_inputs(dtype, device)
+    if backend == "triton" and not HAS_GPU:
+        q, k, v, dout = fewer_heads(q, k, v, dout)
     mask, at = Mask(causal=True), (rows_at, one_segment(LENGTH))
     out, lse = block_forward(q, k, v, mask, *at, backend=backend)
     inputs = dout, q, k, v, lse, output_delta(dout, out), mask, *at
@@ -253,7 +260,7 @@ def test_a_block_without_queries_has_zero_gradients(
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=pytest.mark.hopper)])
-@pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 16])
+@pytest.mark.parametrize("blocks", [2, 4, 8, 16] if HAS_GPU else [2, 8])
 def test_the_carry_loses_no_accuracy_in_bf16(blocks: int, backend: str, device: str) -> None:
     """The ring rule: the RMS error of out and gradients over carried blocks is ≤ 1.05 × that of one call."""
     length = 4096 if HAS_GPU else 256
@@ -291,7 +298,7 @@ def test_deterministic_backwards_are_bit_equal(backend: str, dtype: torch.dtype,
         return torch.autograd.grad(out, (q, k, v), dout)
 
     first = run()
-    for _ in range(4):
+    for _ in range(4 if HAS_GPU else 1):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 
@@ -333,8 +340,15 @@ DETERMINISTIC = {  # name: (heads, key heads, head dim, mask, whether rows are a
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("name", DETERMINISTIC)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        (name, dtype)
+        for name in DETERMINISTIC
+        for dtype in (torch.bfloat16, torch.float16)
+        if HAS_GPU or dtype == torch.bfloat16 or name in ("causal", "padding")
+    ],
+)
 def test_a_deterministic_backward_only_changes_the_order_of_sums(name: str, dtype: torch.dtype, device: str) -> None:
     """Runs are bit-equal. dk and dv are accumulated in registers as without it; dq is accumulated in another order."""
     heads, kv_heads, width, mask, zigzag = DETERMINISTIC[name]

@@ -86,8 +86,8 @@ def attention_backward_dq(
     q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
     dout += head_offset(b, h, dout_strides)
     dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)
-    lse_row = load_row_stats(lse, row, b, h, lse_strides, row_ok) * LOG2E
-    delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
+    lse_row = tl.where(row_ok, load_row_stats(lse, row, b, h, lse_strides, row_count(q_at)), 0.0) * LOG2E
+    delta_row = tl.where(row_ok, load_row_stats(delta, row, b, h, delta_strides, row_count(q_at)), 0.0)
     k += head_offset(b, h // GROUP, k_strides)
     v += head_offset(b, h // GROUP, v_strides)
     acc = zero_chunks(BLOCK_M, BLOCK_D, TAIL_D)
@@ -209,13 +209,13 @@ def add_dkdv(
 ):  # fmt: skip
     """Add a tile of queries to dk and dv; return the accumulators. PARTIAL: the tile needs the mask."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = None
+    row_ok, num_rows = None, None
     if PARTIAL:
-        row_ok = valid_rows(row, q_at, mask, b)
-    lse_row = load_row_stats(lse, row, b, h, lse_strides, row_ok) * LOG2E
-    delta_row = load_row_stats(delta, row, b, h, delta_strides, row_ok)
-    if PARTIAL:  # delta of a row without visible keys may be NaN, and 0 · NaN is NaN
-        delta_row = tl.where(lse_row == float("-inf"), 0.0, delta_row)
+        row_ok, num_rows = valid_rows(row, q_at, mask, b), row_count(q_at)
+    lse_row = load_row_stats(lse, row, b, h, lse_strides, num_rows) * LOG2E
+    delta_row = load_row_stats(delta, row, b, h, delta_strides, num_rows)
+    if PARTIAL:  # delta of a row that is padding or has no visible keys may be NaN, and 0 · NaN is NaN
+        delta_row = tl.where(row_ok & (lse_row != float("-inf")), delta_row, 0.0)
     q_tile = load_chunks(q + head_offset(b, h, q_strides), row, q_strides, row_ok, D, BLOCK_D, TAIL_D)
     dout += head_offset(b, h, dout_strides)
     dout_tile = load_chunks(dout, row, dout_strides, row_ok, DV, BLOCK_DV, TAIL_DV)

@@ -286,11 +286,15 @@ def accumulate_chunks(weights, right, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_row_stats(ptr, rows, b, h, strides, row_ok):
-    """Load rows of lse or delta (B, H, S), each head of which begins at a multiple of 16 bytes (tensors.aligned_stats)."""
+def load_row_stats(ptr, rows, b, h, strides, num_rows):
+    """Load rows of lse or delta (B, H, S), each head of which begins at a multiple of 16 bytes (tensors.aligned_stats).
+
+    num_rows is None if every row exists. Whole vectors are loaded: up to three rows after the last one have any value. A mask
+    that may differ within a vector would load values one by one, and the kernel would spill registers.
+    """
     pointers = tl.multiple_of(ptr + b * strides.batch + h * strides.head, 16) + rows.to(tl.int64) * strides.row
-    if row_ok is not None:
-        return tl.load(pointers, mask=row_ok, other=0.0)
+    if num_rows is not None:
+        return tl.load(pointers, mask=tl.max_constancy(rows < num_rows, 4), other=0.0)
     else:
         return tl.load(pointers)
 

@@ -24,6 +24,7 @@ GROUPS = ("hopper", "sm_90")
 INSTALLED_ONLY = (
     *("d128-block", "sum_and_cast", "sm_90/d128-softcap/attention_backward", "sm_90/d96-causal"),
     *("d80-causal", "d160-causal", "d96-ring", "d192-128-ring"),
+    *("d128-visible/attention_forward", "d128-visible/attention_backward_dq"),
 )
 KERNELS = [name for name in KERNEL_NAMES if name.startswith(GROUPS) and not any(kernel in name for kernel in INSTALLED_ONLY)]
 ROOT = Path(__file__).resolve().parents[3]

@@ -59,7 +59,7 @@ def test_properties_hold_in_any_order(
 ) -> None:
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
-    for steps_of, seed in itertools.product(transports, range(3) if shape is EVEN else [ranks // 2]):
+    for steps_of, seed in itertools.product(transports, [0, 2] if shape is EVEN else [ranks // 2]):
         monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 
