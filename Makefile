@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 REQUIREMENTS = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; e = p["optional-dependencies"]; print(*$(1), sep="\n")'
 # DeepSpeed comes as source; with DS_BUILD_OPS=0 it builds a kernel when the kernel is first used, not at install time.
 INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
-# Three workers on two cores: one that waits for ranks to start, or for a timeout, leaves its core to the others.
-PYTEST  = $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+# Three workers on two cores: one that waits for ranks to start, or for a timeout, leaves its core to the others. One thread in
+# each process that they start.
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DELETE_ON_ERROR:
 .PHONY: train test test-all test-faults compat compat-hf hosts lint format tables clean
