@@ -40,9 +40,10 @@ def uneven_pieces(length: int, blocks: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *borders, length]))
 
 
-def fewer_heads(*tensors: Tensor) -> list[Tensor]:
-    """Half of the heads of the first sequence. Triton's interpreter runs heads one by one."""
-    return [x[:1, :, : x.shape[2] // 2].contiguous() for x in tensors]
+def fewer_heads_if_interpreted(backend: str, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors; for Triton's interpreter, which runs heads one by one, half of the heads of the first sequence."""
+    is_interpreted = backend == "triton" and not HAS_GPU
+    return [x[:1, :, : x.shape[2] // 2].contiguous() for x in tensors] if is_interpreted else tensors
 
 
 def forward_in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list, **options) -> tuple[Tensor, Tensor]:
@@ -59,9 +60,7 @@ def forward_in_pieces(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pieces: list,
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("blocks", [2, 5])
 def test_carry_equals_one_call(name: str, blocks: int, backend: str, dtype: torch.dtype, device: str) -> None:
-    mask, (q, k, v, dout) = MASKS[name], random_inputs(dtype, device)
-    if backend == "triton" and not HAS_GPU:
-        q, k, v, dout = fewer_heads(q, k, v, dout)
+    mask, (q, k, v, dout) = MASKS[name], fewer_heads_if_interpreted(backend, random_inputs(dtype, device))
     options = dict(backend=backend, softcap=4.0)
     if backend != "hopper" and (name == "documents" or HAS_GPU or backend != "triton"):  # interpreted Philox takes ten seconds
         options |= dict(dropout=0.25, seed=99)
@@ -195,9 +194,7 @@ def test_a_block_without_visible_keys_changes_nothing(backend: str, dtype: torch
     "rows_at", [one_segment(LENGTH), one_segment(LENGTH - 9), [(64, 1, 16), (16, 1, 16)]], ids=["all", "tail", "ranges"]
 )
 def test_accumulate_dq_overwrites_dk_and_dv(rows_at: list, backend: str, dtype: torch.dtype, device: str) -> None:
-    q, k, v, dout = random_inputs(dtype, device)
-    if backend == "triton" and not HAS_GPU:
-        q, k, v, dout = fewer_heads(q, k, v, dout)
+    q, k, v, dout = fewer_heads_if_interpreted(backend, random_inputs(dtype, device))
     mask, at = Mask(causal=True), (rows_at, one_segment(LENGTH))
     out, lse = block_forward(q, k, v, mask, *at, backend=backend)
     inputs = dout, q, k, v, lse, output_delta(dout, out), mask, *at
