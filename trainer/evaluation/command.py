@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ import torch
 
 from ringspan.kernels.bench.plots import pyplot
 from ringspan.trainer.checkpoint.load_model import RestoredModel
+from ringspan.trainer.config import foreign, validate
 from ringspan.trainer.config.compose import ConfigError, fail
-from ringspan.trainer.config.schema import Config
+from ringspan.trainer.config.schema import Config, Rope
 from ringspan.trainer.data.needles import FAMILIES, SEEN
 from ringspan.trainer.data.tokenizer import Tokenizer
 from ringspan.trainer.distributed import DistributedContext
@@ -74,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--micro-batch", type=_count, default=1, help="sequences per forward (default %(default)s)")
     parser.add_argument("--ring", type=int, default=0, help="ranks of a ring (default all; the others share the sequences)")
+    parser.add_argument(
+        "--rope",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of rope in the place of the checkpoint's, such as attention_factor=1.6, or kind=yarn factor=8",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default %(default)s)")
     parser.add_argument("--cut-ring", action="store_true", help="control: each rank attends to its own shard only")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results")
@@ -110,6 +119,8 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
             "train with the tokenizer that made the shards: tokenizer.kind=hf tokenizer.path=…"
         )
     tokenizer, model = restored.tokenizer(), restored.model
+    if args.rope:
+        restored.rope = _changed_rope(restored, args.rope)
     if tokenizer.size > model.vocabulary:
         raise ValueError(
             f"model.vocabulary={model.vocabulary}: the tokenizer has {tokenizer.size} tokens; train with model.vocabulary=0"
@@ -133,6 +144,23 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
     if args.plot:
         pyplot()  # reports a missing matplotlib before any work
     return restored, tokenizer, lengths
+
+
+def _changed_rope(restored: RestoredModel, arguments: list[str]) -> Rope:
+    """Return the checkpoint's rope with these options; raise a ValueError if one is unknown, wrong or without effect."""
+    if unknown := [text for text in arguments if "=" not in text]:
+        raise ValueError(f"--rope {' '.join(unknown)}: write NAME=VALUE, such as attention_factor=1.6")
+    config = Config()
+    config.model = restored.model
+    config.rope = foreign.to_schema(Rope, asdict(restored.rope) | dict(text.split("=", 1) for text in arguments), "--rope")
+    problems = [*validate.validate_values(config.rope, "rope."), *validate.validate_rope(config.rope)]
+    names = {f"rope.{text.split('=')[0]}" for text in arguments}
+    problems += [text for name, text in validate.unused_options(config).items() if name in names and text]
+    if config.model.positions != "rope":
+        problems.append(f"--rope: the model has model.positions={config.model.positions}; leave it out")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return config.rope
 
 
 def _evaluate(
@@ -166,6 +194,7 @@ def _evaluate(
         trained_length=restored.length,
         trained_families=sorted(trained),
         rope=dict(kind=restored.rope.kind, factor=restored.rope.factor),
+        rope_changes=sorted(args.rope),
         ranks=distributed.world,
         ring=mesh.ring,
         cut_ring=args.cut_ring,

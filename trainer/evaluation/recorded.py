@@ -19,7 +19,7 @@ def append(folder: Path, result: Result) -> None:
 
 
 def read(folder: Path) -> list[Result]:
-    """Return a run's results: one per suite and checkpoint, and others with a cut ring or with training's templates or keys.
+    """Return a run's results: one per suite and checkpoint, others with a cut ring, training's templates or keys, --rope.
 
     A row of a later call replaces the row of the same length, family and context.
 
@@ -29,17 +29,18 @@ def read(folder: Path) -> list[Result]:
     merged: dict[tuple[Any, ...], Result] = {}
     rows: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
     for line in run_folder.read_jsonl(folder / NAME) if (folder / NAME).is_file() else ():
-        key = line["kind"], line["checkpoint"], line["cut_ring"], *line.get("seen", ())
+        key = line["kind"], line["checkpoint"], line["cut_ring"], *line.get("seen", ()), *line.get("rope_changes", ())
         merged[key] = line
         rows.setdefault(key, {}).update({(row["length"], row.get("family"), row.get("context")): row for row in line["rows"]})
     return [line | dict(rows=list(rows[key].values())) for key, line in merged.items()]
 
 
 def title(result: Result) -> str:
-    """Return what was evaluated: checkpoint, trained length, whether the ring was cut, and what is training's own."""
+    """Return what was evaluated: checkpoint, trained length, whether the ring was cut, what is training's own, and --rope."""
     trained = long_suite.short(result["trained_length"])
     seen = f", {' and '.join(result['seen'])} of training" if result.get("seen") else ""
-    return f"{result['checkpoint']}, trained at {trained}{', ring cut' * result['cut_ring']}{seen}"
+    rope = "".join(f", rope.{change}" for change in result.get("rope_changes", ()))
+    return f"{result['checkpoint']}, trained at {trained}{', ring cut' * result['cut_ring']}{seen}{rope}"
 
 
 def text(result: Result) -> str:
@@ -74,6 +75,7 @@ def draw_all(plt: Any, results: list[Result], folder: Path) -> Iterator[str]:
     """Draw each figure of the long suite into a folder, and yield a line that names it."""
     for result in results:
         if result["kind"] == "long-suite":
-            name = "-".join(["suite", *result["checkpoint"].split("/"), *["cut"] * result["cut_ring"], *result.get("seen", ())])
+            other = *["cut"] * result["cut_ring"], *result.get("seen", ()), *result.get("rope_changes", ())
+            name = "-".join(["suite", *result["checkpoint"].split("/"), *other])
             draw(plt, result, folder / f"{name}.png")
             yield f"plotted: {folder / name}.png"
