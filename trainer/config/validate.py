@@ -67,7 +67,7 @@ def validate_config(config: Config, world_size: int, planning: bool = False) -> 
             f"hardware.host_gib={config.hardware.host_gib:g}: nothing is offloaded without GPUs; set hardware.memory_gib"
         )
     problems += filter(None, unused_options(config).values())
-    for rule in (_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
+    for rule in (validate_model, _data, _mesh, _engine, _optim, _run, *([] if planning else [_files])):
         problems += rule(config)
     return problems or list(_ranks(config, world_size))
 
@@ -168,7 +168,8 @@ def validate_shape(model: Model) -> Iterator[str]:
         yield f"model.dropout={model.dropout}: it must be below 1"
 
 
-def _model(config: Config) -> Iterator[str]:
+def validate_model(config: Config) -> Iterator[str]:
+    """Yield the problems of the model and of its positions."""
     model = config.model
     yield from validate_shape(model)
     if model.positions == "learned" and config.rope.kind != "base":

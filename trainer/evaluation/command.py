@@ -5,8 +5,8 @@
     torchrun --nproc-per-node=2 -m ringspan.trainer.evaluation.command runs/x --lengths 128k     under a ring of two
 
 Every rank holds the whole model. --cut-ring is a control: each rank attends to its own shard only, in contiguous shards, so
-that an answer beyond a shard can be right by chance alone. The result is also recorded in the run's folder, where `ringspan
-results` finds it.
+that an answer beyond a shard can be right by chance alone. --rope evaluates with another scaling of positions than the
+checkpoint's. The result is also recorded in the run's folder, where `ringspan results` finds it.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rope",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="options of rope in the place of the checkpoint's, such as attention_factor=1.6, or kind=yarn factor=8",
+        help="options of rope in the place of the checkpoint's, such as attention_factor=1.6, or kind=yarn factor=8 for a "
+        "model without an extension",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default %(default)s)")
     parser.add_argument("--cut-ring", action="store_true", help="control: each rank attends to its own shard only")
@@ -119,8 +121,7 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
             "train with the tokenizer that made the shards: tokenizer.kind=hf tokenizer.path=…"
         )
     tokenizer, model = restored.tokenizer(), restored.model
-    if args.rope:
-        restored.rope = _changed_rope(restored, args.rope)
+    restored.rope, args.rope = _changed_rope(restored, args.rope)
     if tokenizer.size > model.vocabulary:
         raise ValueError(
             f"model.vocabulary={model.vocabulary}: the tokenizer has {tokenizer.size} tokens; train with model.vocabulary=0"
@@ -146,21 +147,43 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
     return restored, tokenizer, lengths
 
 
-def _changed_rope(restored: RestoredModel, arguments: list[str]) -> Rope:
-    """Return the checkpoint's rope with these options; raise a ValueError if one is unknown, wrong or without effect."""
-    if unknown := [text for text in arguments if "=" not in text]:
-        raise ValueError(f"--rope {' '.join(unknown)}: write NAME=VALUE, such as attention_factor=1.6")
+def _changed_rope(restored: RestoredModel, texts: list[str]) -> tuple[Rope, dict[str, Any]]:
+    """Return the checkpoint's rope with options of the form NAME=VALUE, and their values.
+
+    Another kind starts from the default of its options, with the model's length of pretraining.
+
+    Raises:
+        ValueError: an option is unknown, wrong, given twice, or without effect.
+    """
+    own, given = restored.rope, dict[str, str]()
+    if not texts:
+        return own, {}
+    names = [field.name for field in fields(Rope)]
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not value:
+            raise ValueError(f"--rope {text}: write NAME=VALUE, such as attention_factor=1.6")
+        if name not in names:
+            raise ValueError(f"--rope {text}: choose {', '.join(names)}")
+        if name in given:
+            raise ValueError(f"--rope {name}: it is given twice")
+        given[name] = value
+    kind, with_length = given.get("kind", own.kind), ("yarn", "llama3")
+    start = own if kind == own.kind else Rope(base=own.base)
+    if start is not own and kind in with_length:
+        start.original_length = own.original_length if own.kind in with_length else restored.length
+    rope: Rope = foreign.to_schema(Rope, asdict(start) | given, "--rope")
+    changes = {name: getattr(rope, name) for name in sorted(given)}
     config = Config()
-    config.model = restored.model
-    config.rope = foreign.to_schema(Rope, asdict(restored.rope) | dict(text.split("=", 1) for text in arguments), "--rope")
-    problems = [*validate.validate_values(config.rope, "rope."), *validate.validate_rope(config.rope)]
-    names = {f"rope.{text.split('=')[0]}" for text in arguments}
-    problems += [text for name, text in validate.unused_options(config).items() if name in names and text]
-    if config.model.positions != "rope":
-        problems.append(f"--rope: the model has model.positions={config.model.positions}; leave it out")
+    config.model, config.rope, config.data.length = restored.model, rope, restored.length
+    problems = [*validate.validate_values(rope, "rope."), *validate.validate_rope(rope), *validate.validate_model(config)]
+    problems += [text for name, text in validate.unused_options(config).items() if name.removeprefix("rope.") in given and text]
+    if start is own:
+        same = [f"{name}={value}" for name, value in changes.items() if value == getattr(own, name)]
+        problems += [f"--rope {text}: the checkpoint has it; leave it out" for text in same]
     if problems:
         raise ValueError("; ".join(problems))
-    return config.rope
+    return rope, changes
 
 
 def _evaluate(
@@ -194,7 +217,7 @@ def _evaluate(
         trained_length=restored.length,
         trained_families=sorted(trained),
         rope=dict(kind=restored.rope.kind, factor=restored.rope.factor),
-        rope_changes=sorted(args.rope),
+        rope_changes=args.rope,
         ranks=distributed.world,
         ring=mesh.ring,
         cut_ring=args.cut_ring,

@@ -19,7 +19,7 @@ def append(folder: Path, result: Result) -> None:
 
 
 def read(folder: Path) -> list[Result]:
-    """Return a run's results: one per suite and checkpoint, others with a cut ring, training's templates or keys, --rope.
+    """Return a run's results: one per suite, checkpoint, --cut-ring, --seen and --rope.
 
     A row of a later call replaces the row of the same length, family and context.
 
@@ -29,17 +29,23 @@ def read(folder: Path) -> list[Result]:
     merged: dict[tuple[Any, ...], Result] = {}
     rows: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
     for line in run_folder.read_jsonl(folder / NAME) if (folder / NAME).is_file() else ():
-        key = line["kind"], line["checkpoint"], line["cut_ring"], *line.get("seen", ()), *line.get("rope_changes", ())
+        key = line["kind"], line["checkpoint"], line["cut_ring"], *line.get("seen", ()), *rope_changes(line)
         merged[key] = line
         rows.setdefault(key, {}).update({(row["length"], row.get("family"), row.get("context")): row for row in line["rows"]})
     return [line | dict(rows=list(rows[key].values())) for key, line in merged.items()]
+
+
+def rope_changes(result: Result) -> list[str]:
+    """Return the options that --rope changed, as NAME=VALUE."""
+    values = result.get("rope_changes", {}).items()
+    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values]
 
 
 def title(result: Result) -> str:
     """Return what was evaluated: checkpoint, trained length, whether the ring was cut, what is training's own, and --rope."""
     trained = long_suite.short(result["trained_length"])
     seen = f", {' and '.join(result['seen'])} of training" if result.get("seen") else ""
-    rope = "".join(f", rope.{change}" for change in result.get("rope_changes", ()))
+    rope = "".join(f", rope.{change}" for change in rope_changes(result))
     return f"{result['checkpoint']}, trained at {trained}{', ring cut' * result['cut_ring']}{seen}{rope}"
 
 
@@ -75,7 +81,7 @@ def draw_all(plt: Any, results: list[Result], folder: Path) -> Iterator[str]:
     """Draw each figure of the long suite into a folder, and yield a line that names it."""
     for result in results:
         if result["kind"] == "long-suite":
-            other = *["cut"] * result["cut_ring"], *result.get("seen", ()), *result.get("rope_changes", ())
+            other = *["cut"] * result["cut_ring"], *result.get("seen", ()), *rope_changes(result)
             name = "-".join(["suite", *result["checkpoint"].split("/"), *other])
             draw(plt, result, folder / f"{name}.png")
             yield f"plotted: {folder / name}.png"

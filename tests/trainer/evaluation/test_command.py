@@ -37,7 +37,7 @@ def test_results_are_equal_under_a_ring_recorded_and_drawn(
         (2, 1, []),
         (2, 0, ["--cut-ring"]),
         (1, 0, ["--seen", "keys", "templates"]),
-        (1, 0, ["--rope", "kind=yarn", "factor=2", "original_length=1024"]),
+        (1, 0, ["--rope", "kind=yarn", "--rope", "factor=2.0"]),
     ):
         path = tmp_path / f"{len(results)}.json"
         arguments = [str(run), *SUITE, "--ring", str(ring), "--json", str(path), *more]
@@ -56,7 +56,7 @@ def test_results_are_equal_under_a_ring_recorded_and_drawn(
 
     evaluations = recorded.read(run)
     assert [(each["cut_ring"], len(each["rows"])) for each in evaluations] == [(False, 4), (True, 4), (False, 4), (False, 4)]
-    assert recorded.title(evaluations[3]).endswith("trained at 1k, rope.factor=2, rope.kind=yarn, rope.original_length=1024")
+    assert recorded.title(evaluations[3]).endswith("trained at 1k, rope.factor=2, rope.kind=yarn")
     assert recorded.title(evaluations[2]) == "run/step-00000003, trained at 1k, templates and keys of training"
     text = recorded.text(evaluations[1])
     assert text.startswith("run/step-00000003, trained at 1k, ring cut") and "further away than one rank's tokens" in text
@@ -67,7 +67,7 @@ def test_results_are_equal_under_a_ring_recorded_and_drawn(
     assert all(recorded.text(result) in out for result in evaluations)
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "loss.png", "suite-run-step-00000003.png", "suite-run-step-00000003-cut.png",
-        "suite-run-step-00000003-templates-keys.png", "suite-run-step-00000003-factor=2-kind=yarn-original_length=1024.png",
+        "suite-run-step-00000003-templates-keys.png", "suite-run-step-00000003-factor=2-kind=yarn.png",
     }  # fmt: skip
 
 
@@ -78,8 +78,13 @@ def test_wrong_input_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Ca
         ([str(run), "--lengths", "4q"], "4q: write a number of tokens, such as 4096, 32k or 1M"),
         ([str(run), "--sequences", "0"], "0: it must be a number of at least 1"),
         ([str(run), "--suite", "text", "--seen", "keys"], "--suite text: it has neither figure nor needles"),
-        ([str(run), "--rope", "factor"], "--rope factor: write NAME=VALUE"),
-        ([str(run), "--rope", "scale=2"], "--rope: not a config of this version"),
+        ([str(run), "--rope", "factor="], "--rope factor=: write NAME=VALUE"),
+        ([str(run), "--rope", "scale=2"], "--rope scale=2: choose kind, base, factor"),
+        ([str(run), "--rope", "factor=2", "factor=4"], "--rope factor: it is given twice"),
+        ([str(run), "--rope", "factor=two"], "--rope: not a config of this version"),
+        ([str(run), "--rope", "base=10000"], "--rope base=10000.0: the checkpoint has it; leave it out"),
+        ([str(run), "--rope", "factor=8"], "rope.factor=8.0: rope.kind=base scales nothing"),
+        ([str(run), "--rope", "kind=ntk", "factor=2", "layers=full"], "rope.layers=full, model.windows="),
         ([str(run), "--rope", "kind=yarn", "factor=0"], "rope.factor=0.0: it must be at least 1"),
         ([str(run), "--rope", "attention_factor=2"], "rope.attention_factor=2.0, rope.kind=base: only rope.kind=yarn uses it"),
         ([str(run), "--suite", "short"], "invalid choice: 'short'"),
@@ -95,6 +100,7 @@ def test_rope_options_reach_the_model(run: Path) -> None:
     sizes = ["--lengths", "1k", "--questions", "2", "--families", "single"]
     opened = [command._open(command._parser().parse_args([str(run), *sizes, *arguments]))[0] for arguments in given]
     plain, sharp = (restored.build(torch.device("cpu"), torch.float32) for restored in opened)
+    assert opened[1].rope.original_length == 1024
     assert plain.rope_scale == 1 and sharp.rope_scale == 1.6 and not torch.equal(plain.frequencies, sharp.frequencies)
 
 
@@ -105,7 +111,7 @@ def test_learned_positions_and_shards_without_a_tokenizer_are_named(run: Path, m
     opened.model.positions, opened.model.max_positions = "learned", 1024
     with pytest.raises(ValueError, match="--lengths 4096: the model has learned 1024 positions"):
         command._open(args)
-    with pytest.raises(ValueError, match=r"--rope: the model has model\.positions=learned; leave it out"):
+    with pytest.raises(ValueError, match=r"model\.positions=learned has no rotary positions to scale"):
         command._changed_rope(opened, ["kind=linear", "factor=2"])
     opened.model.positions, opened.model.vocabulary = "rope", 100
     with pytest.raises(ValueError, match=r"model\.vocabulary=100: the tokenizer has 257 tokens"):
