@@ -153,7 +153,7 @@ def _changed_rope(restored: RestoredModel, texts: list[str]) -> tuple[Rope, dict
     Another kind starts from the default of its options, with the model's length of pretraining.
 
     Raises:
-        ValueError: an option is unknown, wrong, given twice, or without effect.
+        ValueError: an option is unknown, wrong, given twice, or of another kind of scaling.
     """
     own, given = restored.rope, dict[str, str]()
     if not texts:
@@ -178,9 +178,6 @@ def _changed_rope(restored: RestoredModel, texts: list[str]) -> tuple[Rope, dict
     config.model, config.rope, config.data.length = restored.model, rope, restored.length
     problems = [*validate.validate_values(rope, "rope."), *validate.validate_rope(rope), *validate.validate_model(config)]
     problems += [text for name, text in validate.unused_options(config).items() if name.removeprefix("rope.") in given and text]
-    if start is own:
-        same = [f"{name}={value}" for name, value in changes.items() if value == getattr(own, name)]
-        problems += [f"--rope {text}: the checkpoint has it; leave it out" for text in same]
     if problems:
         raise ValueError("; ".join(problems))
     return rope, changes

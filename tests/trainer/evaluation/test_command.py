@@ -82,7 +82,6 @@ def test_wrong_input_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Ca
         ([str(run), "--rope", "scale=2"], "--rope scale=2: choose kind, base, factor"),
         ([str(run), "--rope", "factor=2", "factor=4"], "--rope factor: it is given twice"),
         ([str(run), "--rope", "factor=two"], "--rope: not a config of this version"),
-        ([str(run), "--rope", "base=10000"], "--rope base=10000.0: the checkpoint has it; leave it out"),
         ([str(run), "--rope", "factor=8"], "rope.factor=8.0: rope.kind=base scales nothing"),
         ([str(run), "--rope", "kind=ntk", "factor=2", "layers=full"], "rope.layers=full, model.windows="),
         ([str(run), "--rope", "kind=yarn", "factor=0"], "rope.factor=0.0: it must be at least 1"),
