@@ -166,25 +166,36 @@ def parse_flat(schema: type, program: str, about: str | None, argv: list[str] | 
             lines = [f"  {f.name}={default_of(f)}  {f.metadata['help']}" for f in fields(schema)]
             print("\n".join([f"usage: {program} key=value …", *([about, ""] if about else [""]), *lines]))
             raise SystemExit(0)
-        node = OmegaConf.structured(schema)
-        for text in argv:
-            key, equals, value = text.partition("=")
-            if not equals:
-                raise ConfigError(f"{text!r} is not an option: write key=value")
-            if key not in node:
-                raise ConfigError(f"{key}: there is no such option{nearest(key, [f.name for f in fields(schema)])}")
-            try:
-                # Strings are not parsed, because a prompt may look like YAML.
-                node[key] = value if isinstance(node[key], str) else OmegaConf.from_dotlist([text])[key]
-            except OmegaConfBaseException as error:
-                raise ConfigError(f"{text}: {first_line(error)}") from None
-        options = OmegaConf.to_object(node)
-        problems = validate.validate_values(options)
-        if problems:
-            raise ConfigError("\n".join(problems))
-        return options
+        return set_options(schema, argv)
     except ConfigError as error:
         fail(program, error)
+
+
+def set_options(options: Any, arguments: list[str]) -> Any:
+    """Return an instance of a dataclass of `option` fields with `key=value` arguments.
+
+    Args:
+        options: the dataclass, or an instance that has the other values.
+        arguments: one per option.
+    Raises:
+        ConfigError: a mistake in the arguments.
+    """
+    node = OmegaConf.structured(options)
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is not an option: write key=value")
+        if key not in node:
+            raise ConfigError(f"{key}: there is no such option{nearest(key, [f.name for f in fields(options)])}")
+        try:
+            # Strings are not parsed, because a prompt may look like YAML.
+            node[key] = value if isinstance(node[key], str) else OmegaConf.from_dotlist([text])[key]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{text}: {first_line(error)}") from None
+    result = OmegaConf.to_object(node)
+    if problems := validate.validate_values(result):
+        raise ConfigError("\n".join(problems))
+    return result
 
 
 def sweep(overrides: list[str], config_dir: str | None = None) -> list[list[str]]:

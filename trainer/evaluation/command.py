@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ import torch
 
 from ringspan.kernels.bench.plots import pyplot
 from ringspan.trainer.checkpoint.load_model import RestoredModel
-from ringspan.trainer.config import foreign, validate
-from ringspan.trainer.config.compose import ConfigError, fail
+from ringspan.trainer.config import validate
+from ringspan.trainer.config.compose import ConfigError, fail, set_options
 from ringspan.trainer.config.schema import Config, Rope
 from ringspan.trainer.data.needles import FAMILIES, SEEN
 from ringspan.trainer.data.tokenizer import Tokenizer
@@ -81,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         default=[],
-        metavar="NAME=VALUE",
+        metavar="KEY=VALUE",
         help="options of rope in the place of the checkpoint's, such as attention_factor=1.6, or kind=yarn factor=8 for a "
         "model without an extension",
     )
@@ -121,7 +120,8 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
             "train with the tokenizer that made the shards: tokenizer.kind=hf tokenizer.path=…"
         )
     tokenizer, model = restored.tokenizer(), restored.model
-    restored.rope, args.rope = _changed_rope(restored, args.rope)
+    if args.rope:
+        restored.rope = _changed_rope(restored, args.rope)
     if tokenizer.size > model.vocabulary:
         raise ValueError(
             f"model.vocabulary={model.vocabulary}: the tokenizer has {tokenizer.size} tokens; train with model.vocabulary=0"
@@ -147,40 +147,35 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
     return restored, tokenizer, lengths
 
 
-def _changed_rope(restored: RestoredModel, texts: list[str]) -> tuple[Rope, dict[str, Any]]:
-    """Return the checkpoint's rope with options of the form NAME=VALUE, and their values.
+def _changed_rope(restored: RestoredModel, arguments: list[str]) -> Rope:
+    """Return the checkpoint's rope with the options of --rope.
 
-    Another kind starts from the default of its options, with the model's length of pretraining.
+    Another kind starts from the defaults of its options, with the model's length of pretraining.
 
     Raises:
-        ValueError: an option is unknown, wrong, given twice, or of another kind of scaling.
+        ValueError: an option is unknown, wrong, or of another kind of scaling.
     """
-    own, given = restored.rope, dict[str, str]()
-    if not texts:
-        return own, {}
-    names = [field.name for field in fields(Rope)]
-    for text in texts:
-        name, _, value = text.partition("=")
-        if not value:
-            raise ValueError(f"--rope {text}: write NAME=VALUE, such as attention_factor=1.6")
-        if name not in names:
-            raise ValueError(f"--rope {text}: choose {', '.join(names)}")
-        if name in given:
-            raise ValueError(f"--rope {name}: it is given twice")
-        given[name] = value
-    kind, with_length = given.get("kind", own.kind), ("yarn", "llama3")
-    start = own if kind == own.kind else Rope(base=own.base)
-    if start is not own and kind in with_length:
-        start.original_length = own.original_length if own.kind in with_length else restored.length
-    rope: Rope = foreign.to_schema(Rope, asdict(start) | given, "--rope")
-    changes = {name: getattr(rope, name) for name in sorted(given)}
+    own: Rope = restored.rope
+    rope: Rope = set_options(own, arguments)
+    if rope.kind != own.kind:
+        with_length = "yarn", "llama3"
+        start = Rope(base=own.base)
+        if rope.kind in with_length:
+            start.original_length = own.original_length if own.kind in with_length else restored.length
+        rope = set_options(start, arguments)
     config = Config()
     config.model, config.rope, config.data.length = restored.model, rope, restored.length
-    problems = [*validate.validate_values(rope, "rope."), *validate.validate_rope(rope), *validate.validate_model(config)]
-    problems += [text for name, text in validate.unused_options(config).items() if name.removeprefix("rope.") in given and text]
+    names, unused = _names(arguments), validate.unused_options(config)
+    problems = [*validate.validate_rope(rope), *validate.validate_model(config)]
+    problems += filter(None, (unused.get(f"rope.{name}") for name in names))
     if problems:
         raise ValueError("; ".join(problems))
-    return rope, changes
+    return rope
+
+
+def _names(arguments: list[str]) -> list[str]:
+    """Return the names of `key=value` arguments, sorted."""
+    return sorted({text.partition("=")[0] for text in arguments})
 
 
 def _evaluate(
@@ -214,7 +209,7 @@ def _evaluate(
         trained_length=restored.length,
         trained_families=sorted(trained),
         rope=dict(kind=restored.rope.kind, factor=restored.rope.factor),
-        rope_changes=args.rope,
+        rope_changes={name: getattr(restored.rope, name) for name in _names(args.rope)},
         ranks=distributed.world,
         ring=mesh.ring,
         cut_ring=args.cut_ring,

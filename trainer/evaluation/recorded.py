@@ -36,7 +36,7 @@ def read(folder: Path) -> list[Result]:
 
 
 def rope_changes(result: Result) -> list[str]:
-    """Return the options that --rope changed, as NAME=VALUE."""
+    """Return the options of --rope, as key=value."""
     values = result.get("rope_changes", {}).items()
     return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values]
 
