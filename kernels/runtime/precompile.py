@@ -1,7 +1,8 @@
 """Threads that shorten a process's first call of a kernel.
 
     hash of Triton        a part of every key in Triton's cache on disk: computed from the import of this module on
-    backward's kernels    compiled beside those of the first forward of their kind: `precompile`
+    Triton's driver       a C file that Triton compiles if its cache is empty: likewise, for CUDA
+    backward's kernels    compiled and loaded beside those of the first forward of their kind: `precompile`
 
 Triton releases Python's lock in the hash and in most of a compilation.
 """
@@ -9,6 +10,7 @@ Triton releases Python's lock in the hash and in most of a compilation.
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from ringspan.kernels.runtime.triton_compat import INTERPRETED, VERSION, hash_callees
 
 hash_of_triton = threading.Thread(target=triton_key, daemon=True)
+_loads_kernels = ContextVar("loads_kernels", default=False)  # in the threads of `precompile` on a GPU
 _hashing_callees = threading.Lock()
 _compiling: dict[int, threading.Lock] = {}  # by kernel: a call waits for the thread that compiles its kernel
 _precompiled: set[Any] = set()
@@ -31,6 +34,14 @@ def start_hash_of_triton() -> None:
         hash_of_triton.start()
 
 
+def compile_driver() -> None:
+    """Compile Triton's driver for CUDA, which initialises no GPU. Triton repeats it and reports its errors."""
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
 def compile_kernel(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> Any:
     """Return the compiled kernel, from Triton's cache where possible; None in Triton's interpreter."""
     if hash_of_triton.is_alive():
@@ -39,7 +50,10 @@ def compile_kernel(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> 
         with _hashing_callees:
             hash_callees(kernel)
     with _compiling.setdefault(id(kernel), threading.Lock()):
-        return kernel.warmup(**arguments, grid=grid)
+        compiled = kernel.warmup(**arguments, grid=grid)
+        if _loads_kernels.get():
+            compiled._init_handles()  # Triton 3.6 compiles a launcher in C here
+        return compiled
 
 
 def precompile(run: Callable[..., Any], *args: Any) -> threading.Thread | None:
@@ -57,6 +71,7 @@ def precompile(run: Callable[..., Any], *args: Any) -> threading.Thread | None:
     ]
 
     def compile_all() -> None:
+        _loads_kernels.set(device.type == "cuda")
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), suppress(Exception):
             run(*on_meta)
 
@@ -68,3 +83,5 @@ def precompile(run: Callable[..., Any], *args: Any) -> threading.Thread | None:
 
 if (torch.version.cuda or torch.version.hip) and not INTERPRETED:
     start_hash_of_triton()
+    if torch.version.cuda:
+        threading.Thread(target=compile_driver, daemon=True).start()

@@ -1,5 +1,6 @@
 """Threads beside a first call: a backward is compiled once, beside its forward, and errors are those of the call itself."""
 
+import contextvars
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from ringspan import Mask, attention
@@ -49,6 +51,25 @@ def test_a_call_waits_for_the_thread_that_compiles_its_kernel() -> None:
     for thread in threads:
         thread.join()
     assert results == ["compiled"] * 2 and kernel.compilations == 1
+
+
+def test_only_the_threads_on_a_gpu_load_kernels() -> None:
+    class Compiled:
+        loaded = 0
+
+        def _init_handles(self) -> None:
+            self.loaded += 1
+
+    class Kernel:
+        def warmup(self, grid: tuple[int]) -> Compiled:
+            return Compiled()
+
+    def as_in_a_thread() -> Compiled:
+        precompile._loads_kernels.set(True)
+        return compile_kernel(Kernel(), (1,), {})
+
+    assert contextvars.copy_context().run(as_in_a_thread).loaded == 1
+    assert compile_kernel(Kernel(), (1,), {}).loaded == 0
 
 
 def test_each_kind_of_call_is_compiled_once_and_errors_are_left_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +126,26 @@ def test_a_forward_with_gradients_compiles_its_backward_in_a_thread(gradients: s
 
 
 @pytest.mark.gpu
-def test_a_first_backward_on_a_gpu_compiles_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_backward_on_a_gpu_compiles_and_loads_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other test has these options."""
     compiled: list[tuple[str, bool]] = []
-    compile_kernel = JITFunction._do_compile
+    loaded: dict[str, bool] = {}  # whether the main thread loaded a kernel first
+    compile_kernel, load_kernel = JITFunction._do_compile, CompiledKernel._init_handles
+
+    def record_load(self: Any) -> None:
+        loaded.setdefault(self.name, threading.current_thread() is threading.main_thread())
+        load_kernel(self)
 
     def record(self: Any, *args: Any, **options: Any) -> Any:
         compiled.append((self.fn.__name__, threading.current_thread() is threading.main_thread()))
         return compile_kernel(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "_do_compile", record)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", record_load)
     q, k, v = (torch.randn(1, 300, 2, 104, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v, Mask(causal=True, window=64), softcap=3.0)
     gradients = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     assert all(bool(x.isfinite().all()) for x in gradients)
     assert {is_main for name, is_main in compiled if "forward" in name} == {True}
     assert {is_main for name, is_main in compiled if "backward" in name} == {False}
+    assert {is_main for name, is_main in loaded.items() if "backward" in name} == {False}
