@@ -33,9 +33,9 @@ from ringspan.parallel.transport.base import KVPrefetch, Transport
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
 
-# A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
-# the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
-SPLIT_HEADS_ABOVE = 2**14
+# A forward splits its heads over two kernels per step from this many rows of a shard on. Below, kernels are so short that the
+# host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
+SPLIT_HEADS_FROM = 2**14
 
 
 def ring_forward(
@@ -53,8 +53,7 @@ def ring_forward(
     plan, (out, lse) = transport.plan, outputs or new_outputs(q, v, last=True)
     sums = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=lse.dtype)
     num_heads, num_steps = k.shape[2], len(plan.steps)
-    is_long = equivalent_rows(q.shape[1], mask) * num_steps > SPLIT_HEADS_ABOVE
-    if num_steps > 1 and num_heads > 1 and is_long:
+    if num_steps > 1 and num_heads > 1 and equivalent_rows(q.shape[1], mask) >= SPLIT_HEADS_FROM:
         groups = [slice(0, num_heads // 2), slice(num_heads // 2, num_heads)]
         streams, max_in_flight = kernel_streams(q.device), 1
     else:

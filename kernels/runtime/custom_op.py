@@ -20,6 +20,8 @@ import torch
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
+from ringspan.kernels.runtime.work_counters import eager_calls
+
 # by operator: f(*args, run=g), for a caller that asked may_bypass_dispatcher(args) and has a faster g for these arguments
 without_dispatcher: dict[str, Callable[..., Any]] = {}
 
@@ -57,7 +59,7 @@ def operator(
                 return dispatched(*args)
 
         torch.library.impl(full, "Autograd", _with_gradients(name, below_autograd, save, differentiate))
-        direct = without_dispatcher[name] = _with_gradients(name, run, save, differentiate)
+        direct = without_dispatcher[name] = eager_calls(_with_gradients(name, run, save, differentiate))
 
         def call(*args: Any) -> Any:
             return direct(*args) if may_bypass_dispatcher(args) else dispatched(*args)

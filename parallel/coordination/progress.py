@@ -29,10 +29,11 @@ class _Progress(NamedTuple):
     layer: int | None = None
     op: str = "no op yet"
     calls: int = 0
-    hop: tuple[int, int] | None = None  # number of the hop, number of hops
 
 
+Hop = tuple[int, int]  # number of the hop, number of hops
 _current = _Progress()
+_hop: Hop | None = None  # apart from the rest, because it changes many times per call
 _first_step: int | None = None  # the first training step of this process
 
 
@@ -46,14 +47,14 @@ def update(step: int | None = None, layer: int | None = None) -> None:
 
 def enter(op: str) -> None:
     """Publish that a call of an operator has started."""
-    global _current
-    _current = _current._replace(op=op, calls=_current.calls + 1, hop=None)
+    global _current, _hop
+    _current, _hop = _current._replace(op=op, calls=_current.calls + 1), None
 
 
 def hop(number: int, count: int) -> None:
     """Publish the current hop of the operator."""
-    global _current
-    _current = _current._replace(hop=(number, count))
+    global _hop
+    _hop = number, count
 
 
 def steps_done() -> int | None:
@@ -61,9 +62,9 @@ def steps_done() -> int | None:
     return None if _current.step is None or _first_step is None else _current.step - _first_step
 
 
-def describe(progress: _Progress | None = None) -> str:
+def describe(progress: tuple[_Progress, Hop | None] | None = None) -> str:
     """Return the progress, by default the current one, as text."""
-    step, layer, op, calls, hop = progress or _current
+    (step, layer, op, calls), hop = progress or (_current, _hop)
     words = ["" if step is None else f"training step {step}", "" if layer is None else f"layer {layer}"]
     words += [f"{op} (call {calls})", "" if hop is None else "hop {} of {}".format(*hop)]
     return ", ".join(word for word in words if word)
@@ -73,7 +74,10 @@ class Stalled(RuntimeError):
     """A peer rank has died or has not answered within the timeout."""
 
 
-def timeout_message(awaited: str, timeout_s: float, progress: _Progress | None = None) -> str:
+def timeout_message(
+    awaited: str | Callable[[], str], timeout_s: float, progress: tuple[_Progress, Hop | None] | None = None
+) -> str:
+    awaited = awaited if isinstance(awaited, str) else awaited()
     rank = dist.get_rank() if dist.is_initialized() else 0
     return f"rank {rank} waited for {awaited} in {describe(progress)}; the time limit is {timeout_s:g} s"
 
@@ -93,16 +97,15 @@ def wait(call: Callable[[], object], awaited: str | Callable[[], str], timeout_s
         call()
     except RuntimeError as error:
         lines = str(error).strip().splitlines()
-        description = awaited if isinstance(awaited, str) else awaited()
-        raise Stalled(f"{timeout_message(description, timeout_s)}: {lines[0] if lines else 'no answer'}") from error
+        raise Stalled(f"{timeout_message(awaited, timeout_s)}: {lines[0] if lines else 'no answer'}") from error
 
 
 class _ExpectedEvent(NamedTuple):
     event: torch.cuda.Event
-    awaited: str
+    awaited: str | Callable[[], str]
     timeout_s: float
     end: bool  # end the process after the timeout
-    progress: _Progress
+    progress: tuple[_Progress, Hop | None]
 
 
 class _WatchThread:
@@ -168,19 +171,21 @@ def before_end(release: Callable[[], None]) -> None:
     _before_end.append(weakref.WeakMethod(release))
 
 
-def expect(awaited: str, timeout_s: float, end: bool = False, event: torch.cuda.Event | None = None) -> None:
+def expect(
+    awaited: str | Callable[[], str], timeout_s: float, end: bool = False, event: torch.cuda.Event | None = None
+) -> None:
     """Watch an event of this GPU: print a message, and optionally end the process, if it does not complete in time.
 
     Args:
-        awaited: Description of the awaited transfer or ranks.
+        awaited: Description of the awaited transfer or ranks, or a function that returns it when it is printed.
         timeout_s: Seconds without progress after which the message is printed (at 0.9 of them) and the process ends.
         end: End the process after the timeout.
         event: Event to watch. The default is one after all work enqueued on the current stream so far.
     """
-    global _current
+    global _hop
     if torch.cuda.is_current_stream_capturing():
         return  # events in a CUDA graph cannot be queried
     if event is None:
-        _current = _current._replace(hop=None)  # the host has enqueued all hops
+        _hop = None  # the host has enqueued all hops
         event = current_stream(torch.device("cuda", torch.cuda.current_device())).record_event()
-    _watch_thread.expect(_ExpectedEvent(event, awaited, timeout_s, end, _current))
+    _watch_thread.expect(_ExpectedEvent(event, awaited, timeout_s, end, (_current, _hop)))

@@ -16,7 +16,7 @@ No multicast (multimem) is used.
 import math
 import os
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -150,10 +150,10 @@ class CopyEngineTransport(Transport):
                 for piece in pieces:
                     copy(self._kv_views(slot, piece.rank, piece.offset, len(piece)), [x[piece.rows] for x in self.published])
                 signals.signal(KV_WRITTEN, buffers.num_fetches, readers)
-            self.last_send = self._watch(self.send_stream, "K/V taken by", {*readers}, index)
+            self.last_send = self._watch(self.send_stream, "K/V taken by", readers, index)
         with self.receive_stream.run():
             signals.wait(KV_WRITTEN, buffers.num_fetches, owners)
-        return self._watch(self.receive_stream, "K/V from", {*owners}, index)
+        return self._watch(self.receive_stream, "K/V from", owners, index)
 
     def wait_sends(self) -> None:
         self.last_send()
@@ -191,19 +191,23 @@ class CopyEngineTransport(Transport):
             signals.signal_and_wait(GRADS_READY, buffers.num_returns, owners, readers)
             copy(targets, sources)
             signals.signal(GRADS_READ, buffers.num_returns, readers)
-        return self._watch(self.gradient_stream, "dK/dV from", {*readers}, index)
+        return self._watch(self.gradient_stream, "dK/dV from", readers, index)
 
-    def _watch(self, stream: SideStream, transfer: str, ranks: set[int], index: int) -> Wait:
+    def _watch(self, stream: SideStream, transfer: str, ranks: tuple[int, ...], index: int) -> Wait:
         """Return a wait for the transfer on `stream`, which `progress` watches.
 
         Watching only the end of the call is not enough: the host may synchronise earlier and would then hang.
         """
         event = stream.record()
         if event is not None and ranks:
-            names = ", ".join(str(self.ranks[rank]) for rank in sorted(ranks))
             progress.hop(index, len(self.plan.steps) - 1)
-            progress.expect(f"{transfer} rank {names}", self.timeout_s, end=True, event=event)
+            awaited = partial(_describe, transfer, [self.ranks[rank] for rank in ranks])
+            progress.expect(awaited, self.timeout_s, end=True, event=event)
         return stream.wait_for(event)
+
+
+def _describe(transfer: str, ranks: list[int]) -> str:
+    return f"{transfer} rank {', '.join(map(str, ranks))}"
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

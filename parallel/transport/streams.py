@@ -22,7 +22,8 @@ import torch
 
 Wait = Callable[[], object]  # makes the current stream, or on a CPU the host, wait for one operation
 
-_side_streams: dict[tuple[torch.cuda.Stream, str], torch.cuda.Stream] = {}  # by caller stream and name
+# By caller stream and name: the stream, and the event with which it waits for the caller. Making an event takes host time.
+_side_streams: dict[tuple[torch.cuda.Stream, str], tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 _current_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
@@ -45,13 +46,14 @@ class SideStream:
             self.caller = current_stream(device)
             key = self.caller, name
             if key not in _side_streams:
-                _side_streams[key] = torch.cuda.Stream(device, priority)
-            self.stream = _side_streams[key]
+                _side_streams[key] = torch.cuda.Stream(device, priority), torch.cuda.Event()
+            self.stream, self.caller_event = _side_streams[key]
 
     def wait_for_caller(self) -> None:
         """Make this stream wait for all work enqueued on the caller's stream so far."""
         if self.stream is not None and self.caller is not None:
-            self.stream.wait_stream(self.caller)
+            self.caller_event.record(self.caller)
+            self.caller_event.wait(self.stream)
 
     def run(self) -> AbstractContextManager[object]:
         """Return a context in which this stream is current."""
@@ -91,7 +93,7 @@ def wait_for_all(device: torch.device) -> None:
     """Make the current stream wait for all of its side streams, as needed after an error."""
     if device.type == "cuda":
         current = current_stream(device)
-        for (caller, _), stream in _side_streams.items():
+        for (caller, _), (stream, _) in _side_streams.items():
             if caller == current:
                 current.wait_stream(stream)
 

@@ -16,7 +16,6 @@ Supports what the portable forward does, except fp32, dropout and scales below 1
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,6 +65,7 @@ from ringspan.kernels.backends.triton.forward import forward_launches, readable_
 from ringspan.kernels.mask import Bounds
 from ringspan.kernels.runtime.call_cache import Replay
 from ringspan.kernels.runtime.launch import CachedLaunch, Launch
+from ringspan.kernels.runtime.work_counters import new_counter
 
 
 @gluon.jit(**ANY_SIZE)
@@ -291,4 +291,4 @@ def kernel_tensors(
     tensors = dict(
         q=q, q_tail=q, k=k, k_tail=k, v=v, v_tail=v, out=out, out_tiles=out, lse=lse, carry_out=carry_out, carry_lse=carry_lse
     )
-    return tensors | dict(mask=mask_argument(bounds), work_counter=torch.zeros((), dtype=torch.int32, device=q.device))
+    return tensors | dict(mask=mask_argument(bounds), work_counter=new_counter(q.device))
