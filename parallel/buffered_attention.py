@@ -173,7 +173,7 @@ class BufferedAttention:
         attention_options = AttentionOptions(sinks=sinks, deterministic=self.deterministic, backend=self.backend, **options)
         groups: dict[str, Any] = dict(group=self.mesh.ring_group, sequence_group=self.mesh.context_group)
         ring: dict[str, Any] = dict(layout=self.layout.ring, transport=self.transport, head_start=head_start)
-        return operator_arguments(q, k, v, mask, attention_options, **ring, **groups)
+        return operator_arguments(q, k, v, mask, attention_options, has_backward=True, **ring, **groups)
 
     @staticmethod
     def _ring_forward(args: tuple[Any, ...], outputs: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

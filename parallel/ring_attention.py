@@ -14,9 +14,9 @@ Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.
 import functools
 import hashlib
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from ringspan.kernels.attention import derivative, differentiable, sink_carry, sink_gradient
@@ -31,13 +31,13 @@ from ringspan.kernels.validate import (
     check_qkv,
     check_tangents,
 )
-from ringspan.parallel import ring, ring_overlapped
 from ringspan.parallel.coordination import progress
 from ringspan.parallel.coordination.argument_check import check_same_on_all_ranks, report_rejection
 from ringspan.parallel.coordination.process_groups import GroupLike, RingGroups, as_process_group, group_by_name, ring_groups
 from ringspan.parallel.dtensor import DTensorShards, has_dtensors
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
+from ringspan.parallel.ring_overlapped import choose_ring
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.select import (
     COPY_TRANSPORTS,
@@ -185,7 +185,8 @@ def ring_attention(
         ring_options |= vars(replace(options, sinks=shards.sinks)) | dict(group=shards.group, return_lse=return_lse)
         return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **ring_options))
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
-    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, **ring_options))
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, has_backward=has_backward, **ring_options))
     return (out, lse) if return_lse else out
 
 
@@ -200,6 +201,7 @@ def operator_arguments(
     transport: str,
     head_start: int,
     sequence_group: GroupLike | None,
+    has_backward: bool,
 ) -> tuple[Any, ...]:
     """Validate the arguments of `ring_attention` and return those of `forward_op`. Reports a rejection to the peer ranks."""
     group = as_process_group(group)
@@ -225,7 +227,7 @@ def operator_arguments(
     left, right, has_padding, *tensors = mask.bounds(q.device)
     _, plan_right, _, *plan_tensors = mask.host_mask().bounds()
     layout_fields = layout.length, layout.ranks, layout.multiple, rank
-    integers = RingInts(left, right, has_padding, plan_right, head_start, options.deterministic, *layout_fields)
+    integers = RingInts(left, right, has_padding, plan_right, head_start, options.deterministic, has_backward, *layout_fields)
     names = " ".join((options.backend, layout.kind, transport, group_name, sequence_name))
     floats = [options.scale, options.softcap, options.dropout]
     return q, k, v, *tensors, *plan_tensors, options.sinks, options.seed, [int(n) for n in integers], floats, names
@@ -243,6 +245,7 @@ class RingInts(NamedTuple):
     plan_right: int  # `right` as known to the host
     head_start: int
     deterministic: int
+    has_backward: int  # whether autograd records the forward
     length: int  # from here: fields of the layout, and the rank in it
     ranks: int
     multiple: int
@@ -263,16 +266,6 @@ def _validate_layout(q: Tensor, k: Tensor, mask: Mask, layout: Layout, size: int
     check_mask_batch(q, mask)
 
 
-def choose_ring(q: Tensor, v: Tensor, mask: Mask, transport: Transport, head_start: int = 0, **options: Any) -> ModuleType:
-    """Return `ring_overlapped` if it can run a call with these options, else `ring`.
-
-    NCCL's transfers need the SMs. With padding in the mask a kernel copies its inputs, and memory allocated on one stream is
-    not reused by another.
-    """
-    can_overlap = not transport.needs_sms and not mask.has_padding and adds_dq_atomically(q, v, **options)
-    return ring_overlapped if can_overlap else ring
-
-
 class RingCall:
     """One run of an operator: unpacks its arguments into mask, transport and options of the block functions.
 
@@ -289,8 +282,9 @@ class RingCall:
         plan_mask = Mask.from_bounds(Bounds(n.left, n.plan_right, has_padding, plan_starts, plan_ends, plan_prefix))
         layout = cached_layout(kind, n.length, n.ranks, multiple=n.multiple)
         scale, softcap, dropout = floats
-        self.options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
-        self.options |= dict(head_start=n.head_start, deterministic=bool(n.deterministic))
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
+        options["deterministic"] = bool(n.deterministic)
+        self.options = options | dict(head_start=n.head_start)
         self.transport: Transport
         self.device = q.device
 
@@ -318,7 +312,9 @@ class RingCall:
         else:
             self.transport = SingleRankTransport(make_plan(layout, plan_mask, n.rank))
             self.groups, self.uses_copy_engines = None, False
-        self.ring = choose_ring(q, v, self.mask, self.transport, **self.options)
+        has_backward = op == "ring backward" or bool(n.has_backward)
+        is_atomic = adds_dq_atomically(q, v, **options)
+        self.ring = choose_ring(q.shape[1], self.mask, self.transport, is_atomic, has_backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return out and lse, written to `outputs` if given."""

@@ -13,8 +13,10 @@ The price: gradients leave, and a K/V buffer is free, one kernel later. It needs
 adds to dq atomically (Hopper, not deterministic), and a mask without padding. `streams` has the streams' priorities.
 """
 
+import sys
 from collections import deque
 from itertools import cycle
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +35,23 @@ from ringspan.parallel.transport.base import KVPrefetch, Transport
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
 
-# A forward splits its heads over two kernels per step from this many rows of a shard on. Below, kernels are so short that the
-# host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
-SPLIT_HEADS_FROM = 2**14
+# A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
+# the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
+SPLIT_HEADS_ABOVE = 2**14
+# A forward without a backward overlaps kernels only from this many rows on, a window counted likewise. Below, the GPU waits for
+# the host; before a backward it does not, because the backward's kernels take longer.
+OVERLAP_FORWARD_FROM = 2**14
+
+
+def choose_ring(rows: int, mask: Mask, transport: Transport, adds_dq_atomically: bool, has_backward: bool = True) -> ModuleType:
+    """Return this module if it can run a call with shards of these rows and is faster, else `ring`.
+
+    NCCL's transfers need the SMs. With padding in the mask a kernel copies its inputs, and memory allocated on one stream is
+    not reused by another.
+    """
+    can_overlap = adds_dq_atomically and not transport.needs_sms and not mask.has_padding
+    is_long = has_backward or equivalent_rows(rows, mask) >= OVERLAP_FORWARD_FROM
+    return sys.modules[__name__] if can_overlap and is_long else ring
 
 
 def ring_forward(
@@ -53,7 +69,8 @@ def ring_forward(
     plan, (out, lse) = transport.plan, outputs or new_outputs(q, v, last=True)
     sums = q.new_empty((q.shape[0], length(plan.carried), *out.shape[2:]), dtype=lse.dtype)
     num_heads, num_steps = k.shape[2], len(plan.steps)
-    if num_steps > 1 and num_heads > 1 and equivalent_rows(q.shape[1], mask) >= SPLIT_HEADS_FROM:
+    is_long = equivalent_rows(q.shape[1], mask) * num_steps > SPLIT_HEADS_ABOVE
+    if num_steps > 1 and num_heads > 1 and is_long:
         groups = [slice(0, num_heads // 2), slice(num_heads // 2, num_heads)]
         streams, max_in_flight = kernel_streams(q.device), 1
     else:

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
-from ringspan.kernels.runtime.work_counters import eager_calls
+from ringspan.kernels.runtime.work_counters import current_call
 
 # by operator: f(*args, run=g), for a caller that asked may_bypass_dispatcher(args) and has a faster g for these arguments
 without_dispatcher: dict[str, Callable[..., Any]] = {}
@@ -59,7 +59,7 @@ def operator(
                 return dispatched(*args)
 
         torch.library.impl(full, "Autograd", _with_gradients(name, below_autograd, save, differentiate))
-        direct = without_dispatcher[name] = eager_calls(_with_gradients(name, run, save, differentiate))
+        direct = without_dispatcher[name] = _called_eagerly(_with_gradients(name, run, save, differentiate))
 
         def call(*args: Any) -> Any:
             return direct(*args) if may_bypass_dispatcher(args) else dispatched(*args)
@@ -67,6 +67,19 @@ def operator(
         return call
 
     return decorate
+
+
+def _called_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with its calls marked as those of eager code (see work_counters.py)."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        current_call.is_eager = True
+        try:
+            return function(*args, **options)
+        finally:
+            current_call.is_eager = False
+
+    return call
 
 
 def may_bypass_dispatcher(args: tuple[Any, ...]) -> bool:

@@ -3,13 +3,11 @@
     counter = new_counter(q.device)      4 zeros that no kernel has written
 
 Each counter is used once, on the stream on which it was filled. Where memory may belong to a CUDA graph, a counter is filled by
-itself: during a capture, and in a call that is not marked as one of eager code (`eager_calls`), because a compiler may be
-warming up for a capture.
+itself: during a capture, and in a call that is not marked as one of eager code, because a compiler may be warming up for a
+capture.
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +15,17 @@ from torch import Tensor
 PER_FILL = 256
 
 
-class _Thread(threading.local):
-    is_eager = False
+class _Call(threading.local):
+    is_eager = False  # set by an operator that eager code calls without the dispatcher (custom_op.py)
 
 
-_thread = _Thread()
+current_call = _Call()
 _counters: dict[tuple[int | None, int], list[Tensor]] = {}  # by device and stream
-
-
-def eager_calls(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that only eager code calls."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        _thread.is_eager = True
-        try:
-            return function(*args, **options)
-        finally:
-            _thread.is_eager = False
-
-    return call
 
 
 def new_counter(device: torch.device) -> Tensor:
     """Return four int32 zeros, at an address that 16 divides."""
-    if not _thread.is_eager or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if not current_call.is_eager or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     try:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.kernels.backends.choose import BACKENDS
+from ringspan.kernels.backends.choose import BACKENDS, adds_dq_atomically
 from ringspan.kernels.bench.measure import DTYPES, machine
 from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Mask
@@ -31,7 +31,7 @@ from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.bench.timing import call_times, num_calls
 from ringspan.parallel.layout import KINDS, Layout
 from ringspan.parallel.plan import Plan, make_plan
-from ringspan.parallel.ring_attention import choose_ring
+from ringspan.parallel.ring_overlapped import choose_ring
 from ringspan.parallel.transport.base import SingleRankTransport, Transport
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.select import blocks_per_step, gradient_bytes
@@ -101,8 +101,9 @@ def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, bac
     forward_transport, backward_transport = (
         make_simulated_transport(layout, mask, rank, k, v, backward, link) for backward in (False, True)
     )
-    options: dict[str, Any] = dict(head_start=0, scale=q.shape[-1] ** -0.5, backend=backend)
-    ring = choose_ring(q, v, mask, forward_transport, **options)
+    options: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, backend=backend)
+    ring = choose_ring(q.shape[1], mask, forward_transport, adds_dq_atomically(q, v, **options))
+    options["head_start"] = 0
     out, lse = ring.ring_forward(q, k, v, mask, forward_transport, None, **options)
     own = backward_transport.plan.steps[0].q_at
     passes = (

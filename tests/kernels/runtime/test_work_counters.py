@@ -9,7 +9,8 @@ import torch
 
 from ringspan import Mask, attention
 from ringspan.kernels.runtime import work_counters
-from ringspan.kernels.runtime.work_counters import PER_FILL, eager_calls, new_counter
+from ringspan.kernels.runtime.custom_op import _called_eagerly
+from ringspan.kernels.runtime.work_counters import PER_FILL, new_counter
 
 GPU: Any = SimpleNamespace(type="cuda", index=0)
 
@@ -36,7 +37,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
-counters_of_eager_calls = eager_calls(lambda count: [new_counter(GPU) for _ in range(count)])
+counters_of_eager_calls = _called_eagerly(lambda count: [new_counter(GPU) for _ in range(count)])
 
 
 def test_one_fill_serves_many_launches_of_a_stream(driver: Driver) -> None:
@@ -55,10 +56,10 @@ def test_memory_that_may_belong_to_a_graph_is_filled_by_itself(driver: Driver) -
     counters_of_eager_calls(2)
     driver.is_capturing = False
     other = threading.Thread(target=new_counter, args=(GPU,))  # while this thread is in an eager call
-    eager_calls(lambda: (other.start(), other.join()))()
+    _called_eagerly(lambda: (other.start(), other.join()))()
     assert driver.fills == [(1, 1)] * 4
     with pytest.raises(ZeroDivisionError):
-        eager_calls(lambda: 1 / 0)()
+        _called_eagerly(lambda: 1 / 0)()
     new_counter(GPU)
     assert driver.fills == [(1, 1)] * 5
 

@@ -36,7 +36,7 @@ class RingCase:
     backend: str = "reference"
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
-    split_heads_from: int = 0  # rows of a shard from which on a forward launches two kernels per step
+    split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class RingCase:
     @contextmanager
     def patched_constants(self) -> Iterator[None]:
         """Set the limits that are module constants."""
-        limit = patch.object(ring_overlapped, "SPLIT_HEADS_FROM", self.split_heads_from)
+        limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
         with patch.object(select, "PART_BYTES", self.part_bytes), limit:
             yield
 

@@ -27,7 +27,7 @@ from tests.parallel.transport.simulated_ring import (
 from tests.parallel.transport.stream_simulator import SimulatedMachine, simulated_streams
 
 RINGS = [ring, ring_overlapped]
-SPLIT_HEADS_FROM = ring_overlapped.SPLIT_HEADS_FROM
+SPLIT_HEADS_ABOVE = ring_overlapped.SPLIT_HEADS_ABOVE
 EVEN = SequenceShape("zigzag", 4, 0, 1, (2, 2), (16, 16))
 FOUR_HEADS = SequenceShape("zigzag", 4, 0, 1, (4, 4), (16, 16))  # with parts of 2048 bytes: two blocks in four parts
 ONE_KV_HEAD = SequenceShape("contiguous", 3, 1, 2, (2, 1), (16, 24))  # halves of the local block are of keys
@@ -60,7 +60,7 @@ def test_properties_hold_in_any_order(
     monkeypatch.setattr(select, "PART_BYTES", part_bytes)
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
     for steps_of, seed in itertools.product(transports, [0, 2] if shape is EVEN else [ranks // 2]):
-        monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_FROM", 0 if seed < 2 else SPLIT_HEADS_FROM)
+        monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 
 
@@ -154,7 +154,7 @@ def unneeded_wait(patch: pytest.MonkeyPatch) -> None:
 def test_a_fault_violates_a_property(
     fault: Callable[[pytest.MonkeyPatch], None], violated: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_FROM", 0)
+    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0)
     for seed in range(2):
         assert violations(loop, [EVEN], 4, seed, "p2p") == []
         with monkeypatch.context() as patch:
@@ -164,13 +164,13 @@ def test_a_fault_violates_a_property(
 
 
 @pytest.mark.parametrize("steps_of", ["p2p", "copy"])
-@pytest.mark.parametrize("split_heads_from", [0, SPLIT_HEADS_FROM])
+@pytest.mark.parametrize("split_heads_above", [0, SPLIT_HEADS_ABOVE])
 @pytest.mark.parametrize("ranks, late", [(3, 0), (4, 1), (4, 2)])
 def test_a_late_reader_delays_no_other_rank(
-    ranks: int, late: int, split_heads_from: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, late: int, split_heads_above: int, steps_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank whose first kernel never completes has no free slot for the third step. With four ranks the others complete."""
-    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_FROM", split_heads_from)
+    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", split_heads_above)
     machine, outs = SimulatedMachine(ranks, late), []
     call = make_call(EVEN, EVEN.make_inputs(ranks, 0)[0], ranks, steps_of)
     with simulated_streams(machine, True):
