@@ -13,7 +13,7 @@ INSTALL = DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-vers
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-all test-faults compat compat-hf hosts lint format tables clean
+.PHONY: train test test-all test-products test-faults compat compat-hf hosts lint format tables clean
 
 # `make train steps=5` would set a make variable that no recipe reads, so it is an error.
 KNOWN := PYTHON VENV BIN ARGS MAKEFLAGS MFLAGS
@@ -27,7 +27,10 @@ test: $(VENV)/.dev  ## everything a change can break; ARGS="-k mask" go to pytes
 	$(PYTEST) -m "not exhaustive and not faults" $(ARGS)
 
 test-all: $(VENV)/.dev  ## `make test` and the exhaustive sweeps
-	$(PYTEST) -m "not faults" $(ARGS)
+	$(PYTEST) -m "not product and not faults" $(ARGS)
+
+test-products: $(VENV)/.dev  ## the cases of products of parameters of which test-all runs every pair of values
+	$(PYTEST) -m product $(ARGS)
 
 test-faults: $(VENV)/.dev  ## every kill point, thousands of damaged files, 200 resumes; more than an hour, with fixed seeds
 	$(PYTEST) -m faults $(ARGS)
