@@ -1,5 +1,6 @@
 """`ring_attention` as an operator: validation, transfers, compile, checkpointing, bit equality and accuracy."""
 
+import functools
 import re
 import sys
 from dataclasses import replace
@@ -67,6 +68,20 @@ def test_files_that_q_visits() -> None:
     assert len(between) <= 7, between
     listed = re.findall(r"\w+\.py", (ring_attention_module.__doc__ or "").partition("q visits")[2])
     assert between == [name for name in listed if name != "ring_overlapped.py"]
+
+
+def test_a_ring_is_chosen_by_whether_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
+    has_backward: list[bool] = []
+    choose_ring = ring_attention_module.choose_ring
+    monkeypatch.setattr(ring_attention_module, "choose_ring", lambda *args: has_backward.append(args[-1]) or choose_ring(*args))
+    call = functools.partial(ring_attention, layout=Layout("zigzag", 9, 1))
+    with torch.no_grad():
+        call(q, k, v)
+    call(q.detach(), k.detach(), v.detach())
+    assert has_backward == [False, False]
+    torch.autograd.grad(call(q.detach(), k, v.detach()).sum(), k)
+    assert has_backward == [False, False, True, True]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
