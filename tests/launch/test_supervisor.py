@@ -31,6 +31,8 @@ if mode in ("save", "busy"):
 pathlib.Path(sys.argv[2], rank).write_text(str(os.getpid()))
 if rank == "1":
     if mode == "kill":
+        while not pathlib.Path(sys.argv[2], "0").exists():  # rank 0 may still import
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "stall":
         os.kill(os.getpid(), signal.SIGSTOP)
