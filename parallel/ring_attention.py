@@ -185,8 +185,7 @@ def ring_attention(
         ring_options |= vars(replace(options, sinks=shards.sinks)) | dict(group=shards.group, return_lse=return_lse)
         return shards.wrap(ring_attention(shards.q, shards.k, shards.v, mask, **ring_options))
     check_tangents(q=q, k=k, v=v, sinks=sinks)  # not reported to peers, which have tangents too; jvp permits no communication
-    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, has_backward=has_backward, **ring_options))
+    out, lse = forward_op(*operator_arguments(q, k, v, mask, options, group=group, **ring_options))
     return (out, lse) if return_lse else out
 
 
@@ -201,9 +200,12 @@ def operator_arguments(
     transport: str,
     head_start: int,
     sequence_group: GroupLike | None,
-    has_backward: bool,
+    has_backward: bool = False,
 ) -> tuple[Any, ...]:
-    """Validate the arguments of `ring_attention` and return those of `forward_op`. Reports a rejection to the peer ranks."""
+    """Validate the arguments of `ring_attention` and return those of `forward_op`. Reports a rejection to the peer ranks.
+
+    `has_backward` tells of a backward that autograd does not know of.
+    """
     group = as_process_group(group)
     size, rank, group_name = (group.size(), group.rank(), group.group_name) if group is not None else (1, 0, "")
     sequence_group = group if sequence_group is None else as_process_group(sequence_group, "sequence_group")
@@ -226,6 +228,7 @@ def operator_arguments(
         raise
     left, right, has_padding, *tensors = mask.bounds(q.device)
     _, plan_right, _, *plan_tensors = mask.host_mask().bounds()
+    has_backward = has_backward or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     layout_fields = layout.length, layout.ranks, layout.multiple, rank
     integers = RingInts(left, right, has_padding, plan_right, head_start, options.deterministic, has_backward, *layout_fields)
     names = " ".join((options.backend, layout.kind, transport, group_name, sequence_name))

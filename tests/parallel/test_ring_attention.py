@@ -33,6 +33,7 @@ CAUSAL = dict(causal=True)
         (dict(transport="pigeon"), "transport='pigeon': choose one of"),
         (dict(backend="abacus"), "backend='abacus': choose one of"),
         (dict(sinks=torch.zeros(3)), "sinks"),
+        (dict(q=[0.0]), "q must be a tensor, not list"),
         (dict(k=torch.zeros(1, 9, 2, 16, device="meta")), "k is on meta"),
         (dict(k=torch.zeros(1, 8, 2, 16)), r"k \(1, 8, 2, 16\) .*same length"),
         (dict(k=torch.zeros(1, 9, 2, 16, dtype=torch.float64)), "k is torch.float64"),
