@@ -86,32 +86,23 @@ EVERY_NTH = {
 }  # fmt: skip
 
 
-# Products of parameters, and a strength: of 2, `make test-all` runs cases that together have every pair of values, of 1 every
-# value. `make test-products` runs the other cases.
-STRENGTHS = {
-    "test_a_shard_gives_the_rows_of_the_whole_sequence": 2, "test_every_case_equals_the_dense_truth": 2,
-    "test_scores_of_any_size": 2, "test_longer_cases_in_random_orders": 1, "test_wrong_chunks_are_found": 2,
-    "test_properties_hold_in_any_order": 2, "test_plans_move_each_visible_key_once": 2, "test_equals_the_reference": 2,
-    "test_gradients_of_every_model_plan_and_split": 2,
-}  # fmt: skip
+# Products of three or more parameters: `make test-all` runs cases that together have every pair of values, `make test-products`
+# the others.
+PRODUCTS = (
+    "test_a_shard_gives_the_rows_of_the_whole_sequence", "test_every_case_equals_the_dense_truth", "test_scores_of_any_size",
+    "test_wrong_chunks_are_found", "test_properties_hold_in_any_order", "test_plans_move_each_visible_key_once",
+    "test_equals_the_reference", "test_gradients_of_every_model_plan_and_split",
+)  # fmt: skip
 
 
-def cover(cases: list[dict[str, str]], strength: int, chosen: set[int]) -> set[int]:
-    """Return indices of cases, some of them chosen before, that together have each combination of `strength` values.
-
-    Among cases with as many new combinations it takes the one with the rarest values so far.
-    """
-    combinations = [set(itertools.combinations(sorted(case.items()), strength)) for case in cases]
-    missing = set[tuple[tuple[str, str], ...]]().union(*combinations)
-    uses, chosen = Counter[tuple[str, str]](), set(chosen)
-    for index in sorted(chosen):
-        missing -= combinations[index]
-        uses.update(cases[index].items())
+def cover_pairs(cases: list[dict[str, str]], chosen: set[int]) -> set[int]:
+    """Return indices of cases, those chosen before among them, that together have each pair of values."""
+    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
+    missing = set[tuple[tuple[str, str], ...]]().union(*pairs).difference(*(pairs[index] for index in chosen))
     while missing:
-        best = max(range(len(cases)), key=lambda i: (len(combinations[i] & missing), -sum(uses[x] for x in cases[i].items())))
-        missing -= combinations[best]
-        uses.update(cases[best].items())
-        chosen.add(best)
+        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
+        missing -= pairs[best]
+        chosen = chosen | {best}
     return chosen
 
 
@@ -120,12 +111,12 @@ def mark_products(items: list[pytest.Item]) -> None:
     products: dict[tuple[str, str], list[Any]] = {}
     for item in items:
         name = item.name.partition("[")[0]
-        if name in STRENGTHS and "gpu" not in item.keywords:
+        if name in PRODUCTS and "gpu" not in item.keywords:
             products.setdefault((item.path.stem, name), []).append(item)
-    for (_, name), product in products.items():
+    for product in products.values():
         cases = [{key: repr(value) for key, value in item.callspec.params.items()} for item in product]
         in_test = {i for i, item in enumerate(product) if "exhaustive" not in item.keywords}
-        for index in set(range(len(product))) - cover(cases, STRENGTHS[name], in_test):
+        for index in set(range(len(product))) - cover_pairs(cases, in_test):
             product[index].add_marker(pytest.mark.product)
 
 
