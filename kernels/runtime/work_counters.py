@@ -1,4 +1,4 @@
-"""Zeros in which kernels count, filled many at a time: one launch that fills a counter takes 20 µs of the host's time.
+"""Zeros in which kernels count, filled many at a time, because a launch for each takes host time.
 
     counter = new_counter(q.device)      4 zeros that no kernel has written
 
