@@ -149,6 +149,7 @@ class GradientReturn:
         kernel_completion()
         self._write_gradients(self.last_region, [*remote, Summand(last_sums)], dk, dv)
         self.sum_stream.join()
+        self.transport.wait_returns()
 
     def _write_gradients(self, region: Region, summands: list[Summand], dk: Tensor, dv: Tensor) -> None:
         heads, rows = region

@@ -38,8 +38,9 @@ from ringspan.parallel.transport.streams import CurrentStream, SideStream, Wait
 # A forward splits its heads over two kernels per step only if shard rows × steps is larger. Below, kernels are so short that
 # the host cannot launch twice as many in time. A window counts by its kernels' time (`equivalent_rows`).
 SPLIT_HEADS_ABOVE = 2**14
-# A forward without a backward overlaps kernels only from this many rows on, a window counted likewise. Below, the GPU waits for
-# the host; before a backward it does not, because the backward's kernels take longer.
+# A forward without a backward and without a window overlaps kernels only from this many rows on. Below, the GPU waits for the
+# host; before a backward it does not, because the backward's kernels take longer. With a window a step has few rows, whose
+# kernels leave SMs idle at any length.
 OVERLAP_FORWARD_FROM = 2**14
 
 
@@ -50,8 +51,9 @@ def choose_ring(rows: int, mask: Mask, transport: Transport, adds_dq_atomically:
     not reused by another.
     """
     can_overlap = adds_dq_atomically and not transport.needs_sms and not mask.has_padding
-    is_long = has_backward or equivalent_rows(rows, mask) >= OVERLAP_FORWARD_FROM
-    return sys.modules[__name__] if can_overlap and is_long else ring
+    has_window = equivalent_rows(rows, mask) < rows
+    is_faster = has_backward or has_window or rows >= OVERLAP_FORWARD_FROM
+    return sys.modules[__name__] if can_overlap and is_faster else ring
 
 
 def ring_forward(

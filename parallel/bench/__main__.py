@@ -3,6 +3,7 @@
     torchrun --nproc-per-node=4 -m ringspan.parallel.bench --save
     torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 128k --cycles          # and clock cycles, as shares too
     torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k --trace ring.png    # a timeline of one call
+    torchrun --nproc-per-node=4 -m ringspan.parallel.bench --tokens 8k --cuda-graph        # without the host's launches
     torchrun --nproc-per-node=2 -m ringspan.parallel.bench --tokens 32k --heads 32/4 --window 4k --documents 16 --sinks
 
 "alone" is one call of the same kernel with the same kind of mask, without communication, as long as costs the same per rank
@@ -58,6 +59,7 @@ def measure(
     rep: float,
     cycles: bool = False,
     table: dict[str, Candidate] | None = None,
+    cuda_graph: bool = False,
 ) -> list[Row]:
     """Check and time candidates of a table on one setting; return a row per candidate, equal on every rank."""
     table = candidates() if table is None else table
@@ -79,7 +81,7 @@ def measure(
     for _ in range(rounds):
         for row in rows:
             if row["status"] == "ok":
-                timing = attempt(time_candidate, table[row["name"]], setting, context, rep, cycles)
+                timing = attempt(time_candidate, table[row["name"]], setting, context, rep, cycles, cuda_graph)
                 failure = _combine_ranks({} if isinstance(timing, Timing) else timing, context)
                 row |= failure
                 if not failure:
@@ -178,6 +180,7 @@ def _parser(table: dict[str, Candidate]) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="times that each candidate is measured (default %(default)s)")
     parser.add_argument("--rep", type=float, help="ms per candidate, round and direction (default: 400 on GPUs, 20 on CPUs)")
     parser.add_argument("--cycles", action="store_true", help="also count clock cycles, which do not drift as clocks do")
+    parser.add_argument("--cuda-graph", action="store_true", help="time replays of CUDA graphs, which take no time of the host")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a rank waits for a peer (default %(default)s)")
     parser.add_argument("--save", nargs="?", const="", metavar="NAME", help=f"{SAVE_HELP} (default ring-DEVICE)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write this file instead")
@@ -199,6 +202,8 @@ def main(argv: list[str] | None = None, table: dict[str, Candidate] | None = Non
             setattr(args, name, value)
     if args.cycles and (args.device == "cpu" or torch.version.hip):
         parser.error("--cycles reads the clocks of NVIDIA's multiprocessors: leave it out here")
+    if args.cuda_graph and args.device == "cpu":
+        parser.error("--cuda-graph needs GPUs: leave it out here")
     if args.rounds < 1 or args.rep < 1:
         parser.error(f"--rounds {args.rounds} and --rep {args.rep:g} must be at least 1")
     try:
@@ -274,7 +279,7 @@ def _run(args: argparse.Namespace, settings: list[Setting], names: list[str], ta
     result: Row = {"kind": "ring", **about, "dtype": args.dtype, "ranks": ranks, "command": _command(args, ranks, module)}
     result |= {"settings": [], "rows": []}
     for setting in settings:
-        rows = measure(setting, names, context, args.rounds, args.rep, args.cycles, table)
+        rows = measure(setting, names, context, args.rounds, args.rep, args.cycles, table, args.cuda_graph)
         result["settings"].append(asdict(setting) | {"name": setting.name, "kv_bytes": _kv_bytes(setting, args.dtype)})
         result["rows"] += rows
         if is_first:
@@ -299,6 +304,7 @@ def _command(args: argparse.Namespace, ranks: int, module: str) -> str:
     options += ["--only", args.only] if args.only else []
     options += ["--device", args.device, "--dtype", args.dtype, "--backend", args.backend]
     options += ["--rounds", str(args.rounds), "--rep", f"{args.rep:g}"] + ["--cycles"] * args.cycles
+    options += ["--cuda-graph"] * args.cuda_graph
     return f"torchrun --nproc-per-node={ranks} -m {module} {shlex.join(options)}"
 
 

@@ -27,15 +27,22 @@ class Timing(NamedTuple):
 HOST_CALLS = 5  # so few that the GPU's queue of launches does not fill, which would make the host wait
 
 
-def time_candidate(candidate: Candidate, setting: Setting, context: BenchContext, rep: float, cycles: bool) -> Timing:
-    """Time a candidate for about `rep` ms per direction, and count its clock cycles if asked."""
+def time_candidate(
+    candidate: Candidate, setting: Setting, context: BenchContext, rep: float, cycles: bool, cuda_graph: bool = False
+) -> Timing:
+    """Time a candidate for about `rep` ms per direction, and count its clock cycles if asked.
+
+    With `cuda_graph`, replays of a graph of each direction are timed.
+    """
     with candidate.make(setting, context) as problem:
 
         def forward() -> None:
             with torch.no_grad():
                 problem.run()
 
-        calls = forward, lambda: forward_and_backward(problem)
+        calls: tuple[Callable[[], object], ...] = forward, lambda: forward_and_backward(problem)
+        if cuda_graph:
+            calls = tuple(_captured(call) for call in calls)
         forward_ms, both_ms = (_median_ms(call, context, rep) for call in calls)
         host_ms = _host_ms(calls[1], context) if context.device.type == "cuda" else None  # a CPU's host computes
         timing = Timing(forward_ms, both_ms, problem.flops, both_host=host_ms)
@@ -43,6 +50,16 @@ def time_candidate(candidate: Candidate, setting: Setting, context: BenchContext
             return timing
         counts = (_mcycles(call, context, num_calls(ms, rep)) for call, ms in zip(calls, timing[:2], strict=True))
         return timing._replace(**dict(zip(("forward_mcycles", "both_mcycles"), counts, strict=True)))
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Capture a call that has run before; return the graph's replay."""
+    graph = torch.cuda.CUDAGraph()
+    call()
+    # Other threads, such as NCCL's, may use CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def _median_ms(call: Callable[[], object], context: BenchContext, rep: float) -> float:

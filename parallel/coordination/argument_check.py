@@ -1,8 +1,8 @@
 """Argument check: ranks compare their arguments before the first hop, because a message of the wrong size hangs or corrupts.
 
 The comparison is a small collective. It runs in the first three calls on a group, in the first three training steps of a
-process, and in every call with RINGSPAN_CHECK=1. A rank that rejects its own arguments reports that to its peers, which would
-otherwise wait for it.
+process, and in every call with RINGSPAN_CHECK=1, but not while a CUDA graph is captured. A rank that rejects its own arguments
+reports that to its peers, which would otherwise wait for it.
 """
 
 import os
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ringspan.parallel.coordination import arrivals, progress
 from ringspan.parallel.coordination.json_collectives import all_gather_json
 from ringspan.parallel.coordination.process_groups import group_by_name, timeout_of
+from ringspan.parallel.transport.streams import is_capturing
 
 COMPARED_CALLS = 3
 _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
@@ -27,7 +28,7 @@ def check_same_on_all_ranks(
     group_name: str, device: torch.device, describe: Callable[[], dict[str, Any]], compared_calls: int = COMPARED_CALLS
 ) -> None:
     """Raise a ValueError on every rank if the description of any rank differs. Calls `describe` only if a comparison is due."""
-    if not _is_due(group_name, compared_calls):
+    if not _is_due(group_name, device, compared_calls):
         return
     local_description = {key: str(value) for key, value in describe().items()}
     ranks, answers = _exchange(group_name, device, local_description, None)
@@ -43,11 +44,13 @@ def check_same_on_all_ranks(
 
 def report_rejection(group_name: str, device: torch.device, error: ValueError, compared_calls: int = COMPARED_CALLS) -> None:
     """Send this rank's error to its peers if a comparison is due, in which they would wait. The caller raises the error."""
-    if _is_due(group_name, compared_calls):
+    if _is_due(group_name, device, compared_calls):
         _exchange(group_name, device, None, str(error))
 
 
-def _is_due(group_name: str, compared_calls: int) -> bool:
+def _is_due(group_name: str, device: torch.device, compared_calls: int) -> bool:
+    if is_capturing(device):
+        return False  # a comparison waits for its answer, which a CUDA graph cannot capture
     counts = _calls.setdefault(group_by_name(group_name), Counter())
     counts[compared_calls] += 1  # ring calls and Ulysses exchanges have different limits, and a count each
     steps = progress.steps_done()

@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringspan.parallel.transport.streams import current_stream
+from ringspan.parallel.transport.streams import all_idle, current_stream
+
+RELEASE_S = 5.0  # seconds for the streams of a process that ends; each pass ends the first wait of each
 
 
 class _Progress(NamedTuple):
@@ -155,10 +157,8 @@ class _WatchThread:
                 with suppress(Exception):
                     flush.start()
                     flush.join(1)
-                for release in _before_end:
-                    with suppress(Exception):
-                        if (call := release()) is not None:
-                            call()
+                with suppress(Exception):
+                    _release_waits(device)
                 os._exit(1)
 
 
@@ -167,8 +167,17 @@ _before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def before_end(release: Callable[[], None]) -> None:
-    """Register a method that the watch thread calls before it ends the process."""
+    """Register a method that the watch thread calls before it ends the process, until no stream waits."""
     _before_end.append(weakref.WeakMethod(release))
+
+
+def _release_waits(device: int) -> None:
+    deadline = time.monotonic() + RELEASE_S
+    while not all_idle(device) and time.monotonic() < deadline:
+        for release in _before_end:
+            if (call := release()) is not None:
+                call()
+        time.sleep(0.001)
 
 
 def expect(

@@ -3,7 +3,7 @@
     transport.publish_kv(k, v)                                        make local K/V available to reader ranks
     transport.fetch(step, slot, buffer)                               send and receive one step's K/V
     transport.send_buffer(slot, …), transport.return_gradients(…)     send one step's dK/dV to their owner ranks
-    transport.wait_sends(), transport.abort()                         end of a call
+    transport.wait_sends(), wait_returns(), abort()                   end of a call
 
 Buffers are double-buffered: `slot` 0 or 1. `KVPrefetch` starts the transfer of step i + 2 once step i has been read:
 
@@ -69,6 +69,9 @@ class Transport(ABC):
 
         Every rank calls this equally often. The result waits until the gradients of local rows have arrived.
         """
+
+    def wait_returns(self) -> None:  # noqa: B027 (most transports send with the result of return_gradients)
+        """Make the current stream wait until all returned gradients have been sent. Call it after the last arrival."""
 
 
 class SingleRankTransport(Transport):

@@ -9,6 +9,11 @@ copied to be sent. Signals (`gpu_signals`) order the copies:
     send_buffer       reader            wait for GRADS_READ of all owners of the slot's previous contents
     return_gradients  every rank        signal GRADS_READY to the owners; wait for GRADS_READY of the readers of its rows;
                                         copy their gradients; signal GRADS_READ to them
+    wait_returns      reader            wait for the GRADS_READ that are left
+
+A call leaves no signal behind, so a CUDA graph of it can be replayed, between other calls as well. A graph does not keep the
+order in which the host enqueued its branches, and may run one at a time. So in a capture a wait for a signal also depends, by
+events, on all signals that this rank has enqueued before.
 
 No multicast (multimem) is used.
 """
@@ -30,7 +35,7 @@ from ringspan.parallel.plan import Piece, Plan
 from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.gpu_signals import GRADS_READ, GRADS_READY, KV_WRITTEN, SLOT_FREE, GpuSignals
-from ringspan.parallel.transport.streams import SideStream, Wait
+from ringspan.parallel.transport.streams import SideStream, Wait, is_capturing
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 MAX_CACHED_VIEWS = 1024  # views of symmetric memory; with documents every training step needs other ones
@@ -44,15 +49,12 @@ class SymmetricBuffers:
         self.signals = GpuSignals(group, device)
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # this rank's buffer, and the handle to all ranks' buffers
         self.views: dict[Any, Tensor] = {}  # cache: a ring needs the same views in each call
-        # Counts of the signals, equal on every rank.
-        self.num_fetches = self.num_returns = 0
-        # Per gradient slot: the count of its last return, and the owner ranks that it went to.
-        self.last_returns: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
         self.last_caller: torch.cuda.Stream | None = None  # caller's stream of the last call
 
     def allocate(self, name: str, nbytes: int, device: torch.device) -> None:
         """Make the buffer at least `nbytes` large, on every rank. Growing it is a collective of the group."""
         if name not in self.memory or self.memory[name][0].numel() < nbytes:
+            check_not_capturing(device)
             synchronize(device)  # copies may still read the old buffer; the rendezvous waits until this holds on all ranks
             torch.cuda.empty_cache()  # symmetric memory is not the caching allocator's, which may hold the rest of the GPU
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -78,6 +80,7 @@ def symmetric_buffers(group: dist.ProcessGroup, device: torch.device) -> Symmetr
     """Return the buffers of a group. The first call is a collective of the group."""
     name = group.group_name
     if name not in _buffers or _buffers[name].group is not group:  # a new group can have the name of a destroyed one
+        check_not_capturing(device)
         _buffers[name] = SymmetricBuffers(group, device)
         if _retired:  # all ranks have reached this collective, so none starts another access
             synchronize(device)
@@ -85,26 +88,33 @@ def symmetric_buffers(group: dist.ProcessGroup, device: torch.device) -> Symmetr
     return _buffers[name]
 
 
+def check_not_capturing(device: torch.device) -> None:
+    """Raise an error if buffers of a call would have to be allocated while a CUDA graph is captured."""
+    if is_capturing(device):
+        raise RuntimeError(
+            "transport='copy' allocates its buffers in the first call, which a CUDA graph cannot capture: "
+            "run the same forward and backward once before the capture"
+        )
+
+
 class CopyEngineTransport(Transport):
     """Transport by copy engines.
 
     A step's SLOT_FREE is signalled after the arrival of the step before, so the two transfers do not share links. The caller's
     stream waits for three things only: GRADS_READ in `send_buffer`, which has passed unless another rank is a step late; the
-    transfers whose rows it uses; and once, after its last kernel, all sends.
+    transfers whose rows it uses; and once, after its last kernel, all sends and returns.
     """
 
     needs_sms = False
 
     def __init__(self, groups: RingGroups, plan: Plan, device: torch.device) -> None:
         super().__init__(plan)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "transport='copy' in a CUDA graph: a replay would repeat the counts by which ranks wait for each other; "
-                "use transport='p2p'"
-            )
         self.device, self.rank, self.timeout_s, self.ranks = device, groups.group.rank(), groups.timeout_s, groups.ranks
         self.buffers = symmetric_buffers(groups.group, device)
+        self.is_capturing = is_capturing(device)
         self.last_send: Wait = lambda: None
+        self.returned_to: list[tuple[int, ...]] = [(), ()]  # owner ranks of the contents of each gradient slot
+        self.signalled: dict[SideStream, Wait] = {}  # in a capture, the last signal of each stream
 
     @cached_property
     def receive_stream(self) -> SideStream:
@@ -120,7 +130,8 @@ class CopyEngineTransport(Transport):
 
     def publish_kv(self, k: Tensor, v: Tensor) -> None:
         super().publish_kv(k, v)
-        self.buffers.last_caller = self.receive_stream.order_caller_after(self.buffers.last_caller)
+        if not self.is_capturing:  # a replay is ordered by the stream that it is launched on
+            self.buffers.last_caller = self.receive_stream.order_caller_after(self.buffers.last_caller)
         self.send_stream.wait_for_caller()
 
     def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
@@ -138,21 +149,20 @@ class CopyEngineTransport(Transport):
 
     def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
         # The owner ranks write into this rank's slot, of which `recv_buffers` are views; this rank writes into its readers'.
-        buffers, signals, pieces = self.buffers, self.buffers.signals, self.plan.sends[index]
+        pieces = self.plan.sends[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
-        buffers.num_fetches += 1
         self.receive_stream.wait_for_caller()  # the kernels that read the slot's previous contents
         with self.receive_stream.run():
-            signals.signal(SLOT_FREE, buffers.num_fetches, owners)
+            self._signal(SLOT_FREE, owners, self.receive_stream)
         if pieces:
             with self.send_stream.run():
-                signals.wait(SLOT_FREE, buffers.num_fetches, readers)
+                self._wait_for(SLOT_FREE, readers)
                 for piece in pieces:
                     copy(self._kv_views(slot, piece.rank, piece.offset, len(piece)), [x[piece.rows] for x in self.published])
-                signals.signal(KV_WRITTEN, buffers.num_fetches, readers)
+                self._signal(KV_WRITTEN, readers, self.send_stream)
             self.last_send = self._watch(self.send_stream, "K/V taken by", readers, index)
         with self.receive_stream.run():
-            signals.wait(KV_WRITTEN, buffers.num_fetches, owners)
+            self._wait_for(KV_WRITTEN, owners)
         return self._watch(self.receive_stream, "K/V from", owners, index)
 
     def wait_sends(self) -> None:
@@ -160,10 +170,10 @@ class CopyEngineTransport(Transport):
         super().wait_sends()
 
     def abort(self) -> None:
-        """Retire the buffers, so that the next call starts with new ones and new counts, on all ranks together.
+        """Retire the buffers, so that the next call starts with new ones and no signals, on all ranks together.
 
-        After an error the counts of ranks may differ, and a later signal could satisfy an older wait. A rank that failed alone
-        waits for the others in that collective, and signals nothing.
+        After an error some signals may be left, and would end a later wait too early. A rank that failed alone waits for the
+        others in that collective, and signals nothing.
         """
         super().abort()
         if _buffers.get(self.buffers.group.group_name) is self.buffers:
@@ -172,26 +182,48 @@ class CopyEngineTransport(Transport):
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         name, shape = f"gradients {slot}", like.shape[1:]
         self.buffers.allocate(name, self.plan.max_keys * math.prod(shape) * like.itemsize, self.device)
-        self.buffers.signals.wait(GRADS_READ, *self.buffers.last_returns[slot])
+        self._wait_until_read(slot)
         return self.buffers.view(name, self.rank, 0, (rows, *shape), like.dtype)
+
+    def _wait_until_read(self, slot: int) -> None:
+        """Make the current stream wait until the owner ranks have copied the slot's contents."""
+        self._wait_for(GRADS_READ[slot], self.returned_to[slot])
+        self.returned_to[slot] = ()
 
     def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
         # Owner ranks copy from their readers' send buffers, so this rank copies from those of the readers of its rows.
-        buffers, signals, pieces = self.buffers, self.buffers.signals, self.plan.sends[index]
+        pieces = self.plan.sends[index]
         owners, readers = ranks_of(self.plan.steps[index].pieces), ranks_of(pieces)
         targets = [target for (target,) in split_by_piece(pieces, (recv_buffer,))]
         sources = [
-            buffers.view(f"gradients {slot}", piece.rank, piece.offset, target.shape, target.dtype)
+            self.buffers.view(f"gradients {slot}", piece.rank, piece.offset, target.shape, target.dtype)
             for piece, target in zip(pieces, targets, strict=True)
         ]
-        buffers.num_returns += 1
-        buffers.last_returns[slot] = buffers.num_returns, owners
         self.gradient_stream.wait_for_caller()
         with self.gradient_stream.run():
-            signals.signal_and_wait(GRADS_READY, buffers.num_returns, owners, readers)
+            self._signal(GRADS_READY[slot], owners, self.gradient_stream)
+            self._wait_for(GRADS_READY[slot], readers)
             copy(targets, sources)
-            signals.signal(GRADS_READ, buffers.num_returns, readers)
+            self._signal(GRADS_READ[slot], readers, self.gradient_stream)
+        self.returned_to[slot] = owners
         return self._watch(self.gradient_stream, "dK/dV from", readers, index)
+
+    def wait_returns(self) -> None:
+        for slot in range(2):
+            self._wait_until_read(slot)
+
+    def _signal(self, kind: int, ranks: tuple[int, ...], stream: SideStream) -> None:
+        """Signal to these ranks on `stream`, the current one."""
+        self.buffers.signals.signal(kind, ranks)
+        if self.is_capturing:
+            self.signalled[stream] = stream.completion()
+
+    def _wait_for(self, kind: int, ranks: tuple[int, ...]) -> None:
+        """Make the current stream wait for a signal of each of these ranks."""
+        if ranks:
+            for wait in self.signalled.values():
+                wait()
+            self.buffers.signals.wait(kind, ranks)
 
     def _watch(self, stream: SideStream, transfer: str, ranks: tuple[int, ...], index: int) -> Wait:
         """Return a wait for the transfer on `stream`, which `progress` watches.

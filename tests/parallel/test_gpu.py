@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,16 @@ def test_interleaved_backwards_use_their_own_buffers(case: RingCase, allowed: fl
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_compiles_as_one_graph(ranks: int, gpus) -> None:
     for errors in gpus(ranks)(jobs.compare_compiled, replace(BF16, ring=ranks, transport="p2p"), patience=600):
+        assert max(errors.values()) <= 0.05, errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", ["p2p", "copy"])
+@pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, window=40)], ids=["causal", "window"])
+def test_a_cuda_graph_can_be_replayed(mask: dict[str, Any], transport: str, ranks: int, gpus) -> None:
+    """With other inputs, and with calls outside of the graph between the replays."""
+    case = replace(BF16, ring=ranks, transport=transport, mask=mask)
+    for errors in gpus(ranks)(jobs.compare_cuda_graph, case, patience=600):
         assert max(errors.values()) <= 0.05, errors
 
 

@@ -63,8 +63,8 @@ def test_rings_are_short() -> None:
         (dict(atomic=False), False),
         (dict(has_backward=False), False),
         (dict(has_backward=False, rows=2**14), True),
-        (dict(has_backward=False, rows=2**14, mask=Mask(causal=True, window=2**13)), False),
-        (dict(has_backward=False, rows=2**15, mask=Mask(causal=True, window=2**13)), True),
+        (dict(has_backward=False, rows=2**13, mask=Mask(causal=True, window=2**12)), True),
+        (dict(has_backward=False, rows=2**13, mask=Mask(causal=True, window=2**14)), False),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan import Mask
+from ringspan.parallel.coordination import progress
 from tests.parallel.helpers import jobs, work
 from tests.parallel.helpers.pool import Failed, Pool
 
@@ -164,3 +165,25 @@ def test_a_stuck_gpu_is_reported_and_ends_the_process() -> None:
         out, err = process.communicate(timeout=60)
         assert process.returncode == code and out == "in a buffer", (args, err)
         assert [line for line in err.splitlines() if "ringspan: " in line] == [f"ringspan: {text}" for text in expected]
+
+
+@pytest.mark.parametrize("waits, calls", [(0, 0), (3, 3), (10**9, None)])
+def test_a_process_that_ends_releases_the_waits_of_its_streams(
+    waits: int, calls: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one until no stream waits, but not for longer than RELEASE_S."""
+
+    class Signals:
+        released = 0
+
+        def release(self) -> None:
+            self.released += 1
+
+    signals = Signals()
+    monkeypatch.setattr(progress, "_before_end", [])
+    monkeypatch.setattr(progress, "all_idle", lambda device: device == 3 and signals.released >= waits)
+    monkeypatch.setattr(progress, "RELEASE_S", 0.05)
+    progress.before_end(signals.release)
+    start = time.monotonic()
+    progress._release_waits(3)
+    assert signals.released == calls if calls is not None else 0.05 <= time.monotonic() - start < 5

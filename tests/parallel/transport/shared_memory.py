@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringspan.parallel import ring_attention
 from ringspan.parallel.transport import copy_engine
+from ringspan.parallel.transport.gpu_signals import NUM_SIGNALS
 
 _paths: dict[int, str] = {}  # by id of a tensor that waits for its rendezvous
 slow_rank: int | None = None
@@ -54,32 +55,29 @@ def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Handle:
 
 
 class SharedMemorySignals:
-    """Implementation of GpuSignals that writes and polls counters in shared memory."""
+    """Implementation of GpuSignals that sets and polls flags in shared memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        counts = empty(4 * group.size() * 8, torch.uint8, device)
-        self.local_counts = counts.zero_().view(torch.int64).view(4, -1)
-        handle = rendezvous(counts, group)
-        shape = tuple(self.local_counts.shape)
-        self.counts = [handle.get_buffer(rank, shape, torch.int64) for rank in range(group.size())]
+        flags = empty(NUM_SIGNALS * group.size(), torch.uint8, device)
+        self.local_flags = flags.zero_().view(NUM_SIGNALS, -1)
+        handle = rendezvous(flags, group)
+        shape = tuple(self.local_flags.shape)
+        self.flags = [handle.get_buffer(rank, shape, torch.uint8) for rank in range(group.size())]
         self.rank = group.rank()
 
-    def signal(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+    def signal(self, kind: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            assert count > self.counts[rank][kind, self.rank], "counts only grow"
-            self.counts[rank][kind, self.rank] = count
+            assert not self.flags[rank][kind, self.rank], f"rank {rank} has not cleared the previous signal {kind}"
+            self.flags[rank][kind, self.rank] = 1
 
-    def signal_and_wait(self, kind: int, count: int, targets: Iterable[int], sources: Iterable[int]) -> None:
-        self.signal(kind, count, targets)
-        self.wait(kind, count, sources)
-
-    def wait(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+    def wait(self, kind: int, ranks: Iterable[int]) -> None:
         start = time.monotonic()
         for rank in ranks:
             assert rank != self.rank
-            while self.local_counts[kind, rank] < count:
-                assert time.monotonic() - start < 60, f"signal {kind} of rank {rank} has not reached {count}"
+            while not self.local_flags[kind, rank]:
+                assert time.monotonic() - start < 60, f"signal {kind} of rank {rank} is missing"
                 time.sleep(1e-4)
+            self.local_flags[kind, rank] = 0
 
 
 def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

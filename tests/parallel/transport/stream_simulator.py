@@ -30,6 +30,7 @@ from tests.parallel.transport.accesses import Accesses, addresses
 Stream = tuple[int, str]  # rank, name
 Clock = Counter[Stream]  # number of operations per stream
 Event = list[Clock]  # the clock at the event, once it has completed
+SignalKey = tuple[int, int, int]  # kind, rank that signals, rank that waits
 
 
 class Label(NamedTuple):
@@ -45,7 +46,8 @@ class Label(NamedTuple):
 @dataclass
 class Operation:
     run: Callable[[], Any]
-    is_ready: Callable[[], bool] = lambda: True
+    is_ready: Callable[[], bool] = lambda: True  # whether the event has completed
+    has_signals: Callable[[], bool] = lambda: True
     label: Label | None = None
     reads: Iterable[Tensor] = ()
     writes: Iterable[Tensor] = ()
@@ -72,7 +74,9 @@ class SimulatedMachine:
     current: Stream = (0, "kernels")
     symmetric_memory: dict[int, list[Tensor]] = field(default_factory=dict)  # of all ranks, by order of allocation
     num_allocations: Counter[int] = field(default_factory=Counter)  # by rank
-    signals: dict[tuple[int, int, int], list[tuple[int, Clock]]] = field(default_factory=lambda: defaultdict(list))
+    is_graph: bool = False  # ranks replay CUDA graphs
+    signals: dict[SignalKey, Clock] = field(default_factory=dict)  # that are set: the clock of the signal
+    cleared: dict[SignalKey, tuple[Stream, int]] = field(default_factory=dict)  # the operation that cleared the last one
     clocks: dict[Stream, Clock] = field(default_factory=lambda: defaultdict(Counter))
     accesses: Accesses = field(default_factory=Accesses)
     label: Label | None = None  # of the transfers that are being enqueued
@@ -110,12 +114,17 @@ class SimulatedMachine:
     def run(self, may_stall: bool = False) -> None:
         """Run all operations; with `may_stall`, as many as can run while some are never ready."""
         late = self.random.choice(list(self.queues))
+        blocking: dict[int, Stream] = {}  # by rank, in a graph
         while pending := [stream for stream, queue in self.queues.items() if queue]:
-            ready = [stream for stream in pending if self.queues[stream][0].is_ready()]
+            if self.is_graph:
+                self.choose_blocking(pending, blocking)
+                pending = list(blocking.values())
+            ready = [stream for stream in pending if self.queues[stream][0].is_ready() and self.queues[stream][0].has_signals()]
             if may_stall and not ready:
                 return
             assert ready, "all streams wait for each other"
             stream = self.random.choice([stream for stream in ready if stream != late] or ready)
+            blocking.pop(stream[0], None)
             operation = self.queues[stream].popleft()
             self.clocks[stream][stream] += 1
             operation.run()
@@ -123,6 +132,13 @@ class SimulatedMachine:
             self.accesses.check(name, stream, self.clocks[stream], operation.reads, operation.writes, operation.adds)
             if operation.label is not None:
                 self.labelled.append((operation.label, stream, self.clocks[stream].copy()))
+
+    def choose_blocking(self, pending: list[Stream], blocking: dict[int, Stream]) -> None:
+        """Choose each rank's next stream: a graph may run one branch at a time, also one that waits for a signal."""
+        for rank in range(self.ranks):
+            streams = [stream for stream in pending if stream[0] == rank and self.queues[stream][0].is_ready()]
+            if streams and rank not in blocking:
+                blocking[rank] = self.random.choice(streams)
 
     def kernel_label(self, k_at: Any) -> Label:
         """Return the label of a kernel by the positions of its keys; those of the local block may be some of a step's."""
@@ -245,31 +261,30 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
         def __init__(self, group: Any, device: torch.device) -> None:
             self.rank = machine.current[0]
 
-        def signal(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+        def signal(self, kind: int, ranks: Iterable[int]) -> None:
             def run() -> None:
                 for target in ranks:
-                    machine.signals[kind, self.rank, target].append((count, machine.clocks[stream].copy()))
+                    key = kind, self.rank, target
+                    clearing_stream, number = machine.cleared.get(key, (stream, 0))
+                    if key in machine.signals or machine.clocks[stream][clearing_stream] < number:
+                        machine.accesses.races.append(
+                            f"signal {kind} of rank {self.rank} may be set before rank {target} has cleared the last one"
+                        )
+                    machine.signals[key] = machine.clocks[stream].copy()
 
             stream = machine.current
             machine.enqueue(run)
 
-        def signal_and_wait(self, kind: int, count: int, targets: Iterable[int], sources: Iterable[int]) -> None:
-            self.signal(kind, count, targets)
-            self.wait(kind, count, sources)
-
-        def wait(self, kind: int, count: int, ranks: Iterable[int]) -> None:
+        def wait(self, kind: int, ranks: Iterable[int]) -> None:
             keys = [(kind, source, self.rank) for source in ranks]
             stream = machine.current
 
-            def arrived() -> list[Clock | None]:
-                """The clocks of the signals that end the wait, None for one that has not come."""
-                return [next((clock for n, clock in machine.signals[key] if n >= count), None) for key in keys]
-
             def run() -> None:
-                for clock in arrived():
-                    machine.join(stream, clock or Counter())
+                for key in keys:
+                    machine.join(stream, machine.signals.pop(key))
+                    machine.cleared[key] = stream, machine.clocks[stream][stream]
 
-            machine.enqueue(run, lambda: None not in arrived())
+            machine.enqueue(run, has_signals=lambda: all(key in machine.signals for key in keys))
 
     def simulated_forward(*args: Any, **options: Any) -> None:
         q, k, v, _, _, k_at, carry, *_ = args
@@ -303,6 +318,8 @@ def simulated_streams(machine: SimulatedMachine, is_atomic: bool) -> Iterator[No
     replacements += [
         (copy_engine, "copy", machine.copy),
         (copy_engine, "synchronize", lambda device: None),
+        (copy_engine, "is_capturing", lambda _: machine.is_graph),
+        (copy_engine, "check_not_capturing", lambda _: None),
         (copy_engine, "GpuSignals", SimulatedSignals),
         (copy_engine, "progress", SimpleNamespace(hop=lambda *_: None, expect=lambda *_, **__: None)),
         (copy_engine, "symmetric_memory", SimpleNamespace(empty=torch.empty, rendezvous=rendezvous)),

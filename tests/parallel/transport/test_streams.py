@@ -74,6 +74,22 @@ def test_properties_hold_over_calls_of_different_shapes(ranks: int, steps_of: st
             assert violations(loop, shapes, ranks, seed, steps_of) == []
 
 
+@pytest.mark.parametrize("loop", RINGS, ids=["ring", "overlapped"])
+@pytest.mark.parametrize("steps_of", ["p2p", "copy"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_cuda_graph_may_run_one_branch_at_a_time(ranks: int, steps_of: str, loop: ModuleType) -> None:
+    """Even one that waits for a signal: ranks still do not wait for each other."""
+    for seed, shape in itertools.product(range(0, 8, 2), [EVEN, ONE_KV_HEAD, WINDOW]):
+        assert violations(loop, [shape], ranks, seed, steps_of, is_graph=True) == []
+
+
+def test_without_its_events_a_cuda_graph_may_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for a signal has to come after the rank's earlier signals, without which other ranks may not send theirs."""
+    monkeypatch.setattr(CopyEngineTransport, "_wait_for", lambda self, *signal: self.buffers.signals.wait(*signal))
+    found = [violations(ring, [EVEN], 4, seed, "p2p", is_graph=True) for seed in range(0, 8, 2)]
+    assert ["all streams wait for each other"] in found
+
+
 def missing_wait(patch: pytest.MonkeyPatch) -> None:
     """A kernel does not wait for its K/V."""
     fetch = CopyEngineTransport.fetch
@@ -117,6 +133,11 @@ def early_buffer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVPrefetch, "start", lambda self, index: start(self, index) if index <= 2 else None)
 
 
+def unread_gradients(patch: pytest.MonkeyPatch) -> None:
+    """A call ends before the owner ranks have copied its last gradients."""
+    patch.setattr(CopyEngineTransport, "wait_returns", lambda self: None)
+
+
 def wrong_owner(patch: pytest.MonkeyPatch) -> None:
     """An owner rank sends one step's rows to another rank."""
     views = CopyEngineTransport._kv_views
@@ -147,6 +168,7 @@ def unneeded_wait(patch: pytest.MonkeyPatch) -> None:
         (swapped_buffer, "memory that"),
         (lost_gradient, "which returns gradients of"),
         (early_buffer, "memory that"),
+        (unread_gradients, "before rank"),
         (wrong_owner, "are visible"),
         (unneeded_wait, "waits for"),
     ],

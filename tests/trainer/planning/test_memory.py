@@ -247,11 +247,8 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     monkeypatch.setattr(ring_overlapped, "block_backward", lambda *_, **__: None)
     reserved: dict[str, int] = {}
     buffers = SimpleNamespace(
-        num_fetches=0,
-        num_returns=0,
         last_caller=None,
-        last_returns=[(0, ()), (0, ())],
-        signals=SimpleNamespace(signal_and_wait=lambda *_: None, signal=lambda *_: None, wait=lambda *_: None),
+        signals=SimpleNamespace(signal=lambda *_: None, wait=lambda *_: None),
         allocate=lambda use, nbytes, _: reserved.update({use: max(nbytes, reserved.get(use, 0))}),
         view=lambda use, rank, first, shape, dtype, offset=0: torch.empty(shape, dtype=dtype, device="meta"),
     )
