@@ -282,16 +282,20 @@ def reloads(sass: str) -> int:
     return sum("LDL" in text for loop in inner for text in bodies[loop])
 
 
-def compile_all(groups: list[str]) -> dict[str, dict[str, Any]]:
-    """Return each kernel's resources, or the error of its compilation."""
+def compile_all(selected: list[str]) -> dict[str, dict[str, Any]]:
+    """Return each selected kernel's resources, or the error of its compilation.
+
+    Args:
+        selected: Chips, or "hopper" for the Gluon kernels, or names from KERNEL_NAMES.
+    """
     results: dict[str, dict[str, Any]] = {}
-    for group in groups:
+    for group in dict.fromkeys(name.partition("/")[0] for name in selected):
         chip = "sm_90" if group == "hopper" else group
         os.environ["RINGSPAN_CHIP"] = chip
         for name in GLUON if group == "hopper" else SM_90 if chip == "sm_90" else ALL_CHIPS:
             for launch in launches(name, group == "hopper"):
                 kernel = f"{group}/{name}/{launch.kernel.fn.__name__}"
-                if kernel not in KERNEL_NAMES:
+                if kernel not in KERNEL_NAMES or not {group, kernel} & set(selected):
                     continue
                 try:
                     result = asdict(compile_ahead(launch, chip))

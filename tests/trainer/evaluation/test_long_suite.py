@@ -104,31 +104,31 @@ def test_wilson_intervals() -> None:
     assert long_suite.wilson(0, 500) == pytest.approx((0.0, 0.00762), abs=1e-4) and long_suite.wilson(7, 7)[1] == 1.0
 
 
-def test_one_forward_scores_as_greedy_decoding_does() -> None:
-    """50 prompts through the paged cache: decoding gives the whole answer exactly where the score says that it is right."""
+@pytest.mark.parametrize("family", ["single", "two_facts"])
+def test_one_forward_scores_as_greedy_decoding_does(family: str) -> None:
+    """25 prompts through the paged cache: decoding gives the whole answer exactly where the score says that it is right."""
     torch.manual_seed(0)
     model = GPT(Model(vocabulary=257, layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, mlp_dim=64, init_std=0.3)).eval()
     checked = right = 0
     generator = np.random.default_rng(0)
-    data = long_suite.suite_data(BYTES, 1024, ["single", "two_facts"], num_questions=2)
+    source = long_suite.suite_data(BYTES, 1024, [family], num_questions=2).sources[0]
     for number in range(13):
-        for source in (0, 1):
-            window, answers = data.sources[source].window(number, np.arange(1024)), data.sources[source].answers(number)
-            for positions in answers.positions[: 2 if checked < 49 else 0]:
-                prompt = window.tokens[: positions[0] + 1].tolist()
-                # Half of the answers are what the model says, up to a token that half of these change.
-                answer = generate(model, prompt, 3, temperature=0)
-                if checked % 2:
-                    answer[int(generator.integers(3))] = int(generator.integers(257))
-                tokens = torch.tensor([prompt + answer])
-                labels = torch.full_like(tokens, -100)
-                labels[0, len(prompt) - 1 : -1] = tokens[0, len(prompt) :]
-                with torch.no_grad():
-                    hits = model(tokens, labels, torch.arange(tokens.shape[1])[None], each=True)[3]
-                scored = bool(hits[0, labels[0] != -100].all())
-                assert scored == (generate(model, prompt, 3, temperature=0) == answer)
-                checked, right = checked + 1, right + scored
-    assert checked >= 50 and 20 < right < 30
+        window, answers = source.window(number, np.arange(1024)), source.answers(number)
+        for positions in answers.positions[: 2 if checked < 24 else 1]:
+            prompt = window.tokens[: positions[0] + 1].tolist()
+            # Half of the answers are what the model says, up to a token that half of these change.
+            answer = generate(model, prompt, 3, temperature=0)
+            if checked % 2:
+                answer[int(generator.integers(3))] = int(generator.integers(257))
+            tokens = torch.tensor([prompt + answer])
+            labels = torch.full_like(tokens, -100)
+            labels[0, len(prompt) - 1 : -1] = tokens[0, len(prompt) :]
+            with torch.no_grad():
+                hits = model(tokens, labels, torch.arange(tokens.shape[1])[None], each=True)[3]
+            scored = bool(hits[0, labels[0] != -100].all())
+            assert scored == (generate(model, prompt, 3, temperature=0) == answer)
+            checked, right = checked + 1, right + scored
+    assert checked == 25 and 10 < right < 15
 
 
 def test_report_and_figure(tmp_path) -> None:
