@@ -47,7 +47,7 @@ from ringspan.parallel.transport.select import (
     gradient_bytes,
     make_transport,
 )
-from ringspan.parallel.transport.streams import on_device, wait_for_all
+from ringspan.parallel.transport.streams import is_capturing, on_device, wait_for_all
 
 
 @overload
@@ -337,7 +337,7 @@ class RingCall:
 
     def __exit__(self, error: type | None, *_: Any) -> None:
         """After an error, wait for side streams and abort the transport. Else watch the GPU, whose work is now enqueued."""
-        if error is not None:
+        if error is not None and not is_capturing(self.device):  # a capture runs nothing
             wait_for_all(self.device)  # transfers and sums still use this call's memory
             self.transport.abort()
         elif self.groups is not None and self.device.type == "cuda":

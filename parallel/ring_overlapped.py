@@ -160,7 +160,10 @@ def ring_backward(
         for gradient in (dk, dv):
             gradient[:, local_step.num_keys :] = 0
     returns = GradientReturn(transport, k, v, options["backend"], shared, priority=-1)
-    streams, filler_stream = cycle(kernel_streams(q.device)), SideStream(q.device, "filler", priority=0)
+    streams, filler_stream = kernel_streams(q.device), SideStream(q.device, "filler", priority=0)
+    for stream in (*streams, filler_stream):
+        stream.wait_for_caller()  # adds it to a CUDA graph, even if this rank launches nothing on it
+    next_streams = cycle(streams)
 
     def launch(
         step: Step, k_block: Tensor, v_block: Tensor, kv_heads: slice, keys: slice, dk: Tensor, dv: Tensor, stream: SideStream
@@ -196,7 +199,7 @@ def ring_backward(
 
     prefetch = KVPrefetch(transport, k, v)
     returns.wait_for_caller()
-    stream = next(streams)
+    stream = next(next_streams)
     launch_half(returns.first_half, returns.first_buffer(), stream)
     in_flight = LaunchedKernel(stream.completion(), 0, slice(0, num_heads), None)
     for keys in unshared:
@@ -204,7 +207,7 @@ def ring_backward(
     for index, step in enumerate(remote_steps, 1):
         k_block, v_block = prefetch.wait(index)
         for kv_heads in returns.head_parts():
-            part, stream = returns.send_buffer(index, kv_heads), next(streams)
+            part, stream = returns.send_buffer(index, kv_heads), next(next_streams)
             if step.pieces:
                 launch(step, k_block, v_block, kv_heads, slice(0, step.num_keys), *split_gradients(part, width), stream)
             if index == len(remote_steps) and kv_heads.stop == num_heads:

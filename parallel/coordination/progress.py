@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ringspan.parallel.transport.streams import all_idle, current_stream
 
-RELEASE_S = 5.0  # seconds for the streams of a process that ends; each pass ends the first wait of each
+RELEASE_S = 5.0  # seconds to end the waits of a process that ends
 
 
 class _Progress(NamedTuple):
@@ -167,17 +167,19 @@ _before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def before_end(release: Callable[[], None]) -> None:
-    """Register a method that the watch thread calls before it ends the process, until no stream waits."""
+    """Register a method that the watch thread calls before it ends the process: repeatedly, until all streams are idle."""
     _before_end.append(weakref.WeakMethod(release))
 
 
 def _release_waits(device: int) -> None:
+    sys.setswitchinterval(2 * RELEASE_S)  # what other threads would read from now on is wrong
     deadline = time.monotonic() + RELEASE_S
-    while not all_idle(device) and time.monotonic() < deadline:
+    while True:
         for release in _before_end:
             if (call := release()) is not None:
                 call()
-        time.sleep(0.001)
+        if all_idle(device) or time.monotonic() > deadline:
+            return
 
 
 def expect(

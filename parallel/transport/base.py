@@ -70,7 +70,7 @@ class Transport(ABC):
         Every rank calls this equally often. The result waits until the gradients of local rows have arrived.
         """
 
-    def wait_returns(self) -> None:  # noqa: B027 (most transports send with the result of return_gradients)
+    def wait_returns(self) -> None:  # noqa: B027 (p2p's result of return_gradients waits for its sends)
         """Make the current stream wait until all returned gradients have been sent. Call it after the last arrival."""
 
 

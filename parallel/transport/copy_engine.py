@@ -50,11 +50,15 @@ class SymmetricBuffers:
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # this rank's buffer, and the handle to all ranks' buffers
         self.views: dict[Any, Tensor] = {}  # cache: a ring needs the same views in each call
         self.last_caller: torch.cuda.Stream | None = None  # caller's stream of the last call
+        self.is_captured = False  # a CUDA graph uses the buffers,
+        self.outgrown: list[tuple[Tensor, Any]] = []  # and these as well
 
     def allocate(self, name: str, nbytes: int, device: torch.device) -> None:
         """Make the buffer at least `nbytes` large, on every rank. Growing it is a collective of the group."""
         if name not in self.memory or self.memory[name][0].numel() < nbytes:
             check_not_capturing(device)
+            if self.is_captured and name in self.memory:
+                self.outgrown.append(self.memory[name])
             synchronize(device)  # copies may still read the old buffer; the rendezvous waits until this holds on all ranks
             torch.cuda.empty_cache()  # symmetric memory is not the caching allocator's, which may hold the rest of the GPU
             memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -84,7 +88,7 @@ def symmetric_buffers(group: dist.ProcessGroup, device: torch.device) -> Symmetr
         _buffers[name] = SymmetricBuffers(group, device)
         if _retired:  # all ranks have reached this collective, so none starts another access
             synchronize(device)
-            _retired.clear()
+            _retired[:] = [buffers for buffers in _retired if buffers.is_captured]
     return _buffers[name]
 
 
@@ -102,7 +106,7 @@ class CopyEngineTransport(Transport):
 
     A step's SLOT_FREE is signalled after the arrival of the step before, so the two transfers do not share links. The caller's
     stream waits for three things only: GRADS_READ in `send_buffer`, which has passed unless another rank is a step late; the
-    transfers whose rows it uses; and once, after its last kernel, all sends and returns.
+    transfers whose rows it uses; and towards the end of the call all sends, then all returns.
     """
 
     needs_sms = False
@@ -112,9 +116,10 @@ class CopyEngineTransport(Transport):
         self.device, self.rank, self.timeout_s, self.ranks = device, groups.group.rank(), groups.timeout_s, groups.ranks
         self.buffers = symmetric_buffers(groups.group, device)
         self.is_capturing = is_capturing(device)
+        self.buffers.is_captured |= self.is_capturing
         self.last_send: Wait = lambda: None
         self.returned_to: list[tuple[int, ...]] = [(), ()]  # owner ranks of the contents of each gradient slot
-        self.signalled: dict[SideStream, Wait] = {}  # in a capture, the last signal of each stream
+        self.signal_completions: dict[SideStream, Wait] = {}  # in a capture, of the last signal of each stream
 
     @cached_property
     def receive_stream(self) -> SideStream:
@@ -132,7 +137,8 @@ class CopyEngineTransport(Transport):
         super().publish_kv(k, v)
         if not self.is_capturing:  # a replay is ordered by the stream that it is launched on
             self.buffers.last_caller = self.receive_stream.order_caller_after(self.buffers.last_caller)
-        self.send_stream.wait_for_caller()
+        if any(self.plan.sends):  # else nothing would join the stream to a CUDA graph's other streams
+            self.send_stream.wait_for_caller()
 
     def recv_buffer(self, slot: int, rows: int, k: Tensor, v: Tensor) -> Rows:
         self.buffers.allocate(f"kv {slot}", self.plan.max_keys * ((k.nbytes + v.nbytes) // k.shape[1]), self.device)
@@ -216,12 +222,12 @@ class CopyEngineTransport(Transport):
         """Signal to these ranks on `stream`, the current one."""
         self.buffers.signals.signal(kind, ranks)
         if self.is_capturing:
-            self.signalled[stream] = stream.completion()
+            self.signal_completions[stream] = stream.completion()
 
     def _wait_for(self, kind: int, ranks: tuple[int, ...]) -> None:
         """Make the current stream wait for a signal of each of these ranks."""
         if ranks:
-            for wait in self.signalled.values():
+            for wait in self.signal_completions.values():
                 wait()
             self.buffers.signals.wait(kind, ranks)
 
@@ -261,5 +267,5 @@ def symmetric_bytes() -> int:
     return sum(
         memory.nbytes
         for buffers in [*_buffers.values(), *_retired]
-        for memory, _ in [*buffers.memory.values(), buffers.signals.memory]
+        for memory, _ in [*buffers.memory.values(), *buffers.outgrown, buffers.signals.memory]
     )

@@ -5,12 +5,13 @@
 
 The GPU's front end executes both, as it starts kernels and copies. A wait therefore takes no SM and can be in flight
 concurrently with a kernel that occupies all of them. Each rank has a flag of its own in the memory of every other rank, for
-each kind of signal. It sets a flag again only after it has heard, by a signal in the other direction, that the flag was
-cleared. Nothing depends on the number of earlier calls, so a CUDA graph can be replayed.
+each kind of signal. It sets a flag again only after a signal in the other direction, which the waiting rank sends after the
+clear. Nothing depends on the number of earlier calls, so a CUDA graph can be replayed.
 
 Every wait is for a signal that all ranks enqueue earlier in the same program. So waits cannot form a cycle, even if streams
-share a hardware queue. A wait has no timeout of its own: `progress` watches it and ends a process that has stalled. `release`
-ends its waits first, because the driver holds up the exit of a process whose streams wait, for more than 50 s on an H100.
+share a hardware queue (for CUDA graphs see `copy_engine`). A wait has no timeout of its own: `progress` watches it and ends a
+process that has stalled. `release` ends the process's waits first, because the driver holds up the exit of a process whose
+streams wait, for more than 50 s on an H100.
 """
 
 import ctypes
@@ -44,13 +45,13 @@ class GpuSignals:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.rank = device, group.rank()
-        _driver()  # a missing driver function raises here, on all ranks, before any rank counts
+        _driver()  # a missing driver function raises here, on all ranks, before any rank signals
         shape = NUM_SIGNALS, group.size()
         flags = symmetric_memory.empty(shape, dtype=torch.int32, device=device).zero_()
         torch.cuda.synchronize(device)  # before other ranks write into it
         self.memory = flags, symmetric_memory.rendezvous(flags, group)  # kept alive: only its addresses are used
         bases = [self.memory[1].get_buffer(rank, shape, torch.int32).data_ptr() for rank in range(group.size())]
-        self.signals, self.waits = Batches(), Batches()  # operations of earlier calls
+        self.signal_batches, self.wait_batches = Batches(), Batches()  # operations of earlier calls
         # Addresses by kind and rank: of this rank's flags in the memory of others, and of theirs in this rank's memory.
         size, kinds = len(bases), range(NUM_SIGNALS)
         self.remote_addresses = [[base + 4 * (kind * size + self.rank) for base in bases] for kind in kinds]
@@ -60,12 +61,12 @@ class GpuSignals:
 
     def signal(self, kind: int, ranks: tuple[int, ...]) -> None:
         """Signal to these ranks, after all work enqueued on the current stream so far."""
-        self._enqueue(self.signals, kind, ranks, lambda rank: [(WRITE, self.remote_addresses[kind][rank], 1)])
+        self._enqueue(self.signal_batches, kind, ranks, lambda rank: [(WRITE, self.remote_addresses[kind][rank], 1)])
 
     def wait(self, kind: int, ranks: tuple[int, ...]) -> None:
         """Make the current stream wait for a signal of each of these ranks."""
         address = self.local_addresses[kind]
-        self._enqueue(self.waits, kind, ranks, lambda rank: [(WAIT, address[rank], 1), (WRITE, address[rank], 0)])
+        self._enqueue(self.wait_batches, kind, ranks, lambda rank: [(WAIT, address[rank], 1), (WRITE, address[rank], 0)])
 
     def _enqueue(
         self, batches: Batches, kind: int, ranks: tuple[int, ...], operations: Callable[[int], list[Operation]]
@@ -82,12 +83,15 @@ class GpuSignals:
             raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
 
     def release(self) -> None:
-        """End the waits that are first on their streams. Later results are wrong: only for a process that exits."""
+        """End the waits that are first on their streams. Later results are wrong: only for a process that exits.
+
+        Does not release Python's lock, so that no other thread goes on with them.
+        """
         batch = _batch([(WRITE, address, 1) for kind in self.local_addresses for address in kind])
         self.release_streams = self.release_streams or [torch.cuda.Stream(self.device) for _ in range(RELEASE_STREAMS)]
         for stream in self.release_streams:
             if stream.query():  # else it shares its queue with a wait, and the driver would block when the queue is full
-                _driver()(stream.cuda_stream, len(batch), batch, 0)
+                _driver(ctypes.PyDLL)(stream.cuda_stream, len(batch), batch, 0)
 
 
 def _batch(operations: list[Operation]) -> Any:
@@ -114,8 +118,8 @@ class _StreamMemoryOp(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> Any:
+def _driver(library: type[ctypes.CDLL] = ctypes.CDLL) -> Any:
     """Return cuStreamBatchMemOp of the CUDA driver: (stream, number of operations, operations, flags)."""
-    call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    call = library("libcuda.so.1").cuStreamBatchMemOp_v2
     call.argtypes = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return call

@@ -134,13 +134,15 @@ def violations(
                 call = calls[i % 3]
                 q, k, v, dout = call.shards[rank]
                 k, v = k.clone(), v.clone()
-                transport = ObservedTransport(machine, groups, call.plans[rank][0], 2 * i)
-                out, lse = ring.ring_forward(q, k, v, call.mask, transport, None, 0, **OPTIONS)
+                with machine.capture():
+                    transport = ObservedTransport(machine, groups, call.plans[rank][0], 2 * i)
+                    out, lse = ring.ring_forward(q, k, v, call.mask, transport, None, 0, **OPTIONS)
                 outputs = [out]
                 if backward:
-                    transport = ObservedTransport(machine, groups, call.plans[rank][1], 2 * i + 1)
                     delta = machine.output_delta(dout, out)
-                    outputs += ring.ring_backward(dout, delta, q, k, v, lse, call.mask, transport, 0, **OPTIONS)
+                    with machine.capture():
+                        transport = ObservedTransport(machine, groups, call.plans[rank][1], 2 * i + 1)
+                        outputs += ring.ring_backward(dout, delta, q, k, v, lse, call.mask, transport, 0, **OPTIONS)
                 assert all(x.allocated_on == machine.current for x in (outputs[0], *outputs[2:]))  # type: ignore[attr-defined]
                 results[rank] += [x.clone() for x in outputs]  # on the caller's stream
                 for x in (k, v):

@@ -48,6 +48,7 @@ class Operation:
     run: Callable[[], Any]
     is_ready: Callable[[], bool] = lambda: True  # whether the event has completed
     has_signals: Callable[[], bool] = lambda: True
+    is_event: bool = False  # the record of an event, or a wait for one
     label: Label | None = None
     reads: Iterable[Tensor] = ()
     writes: Iterable[Tensor] = ()
@@ -76,6 +77,7 @@ class SimulatedMachine:
     num_allocations: Counter[int] = field(default_factory=Counter)  # by rank
     is_graph: bool = False  # ranks replay CUDA graphs
     signals: dict[SignalKey, Clock] = field(default_factory=dict)  # that are set: the clock of the signal
+    captured: set[Stream] = field(default_factory=set)  # streams of the graph that is being captured
     cleared: dict[SignalKey, tuple[Stream, int]] = field(default_factory=dict)  # the operation that cleared the last one
     clocks: dict[Stream, Clock] = field(default_factory=lambda: defaultdict(Counter))
     accesses: Accesses = field(default_factory=Accesses)
@@ -94,13 +96,31 @@ class SimulatedMachine:
     ) -> None:
         self.queues.setdefault(stream or self.current, deque()).append(Operation(run, is_ready, **more))
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture the work that the current stream and others enqueue; all of it must be joined to the current stream."""
+        caller, self.captured = self.current, {self.current}
+        yield
+        work = {
+            stream: [number for number, operation in enumerate(self.queues.get(stream, ()), 1) if not operation.is_event]
+            for stream in self.captured
+        }
+
+        def check() -> None:
+            late = [stream for stream, numbers in work.items() if numbers and self.clocks[caller][stream] < numbers[-1]]
+            self.accesses.races += [f"work on {stream} is not joined to the stream of the graph" for stream in late]
+
+        self.enqueue(check)
+
     def record(self, stream: Stream) -> Event:
+        assert not self.is_graph or stream in self.captured, f"{stream} is not captured"
         event: Event = []
-        self.enqueue(lambda: event.append(self.clocks[stream].copy()), stream=stream)
+        self.enqueue(lambda: event.append(self.clocks[stream].copy()), stream=stream, is_event=True)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self.enqueue(lambda: self.join(stream, event[0]), lambda: bool(event), stream)
+        self.captured.add(stream)
+        self.enqueue(lambda: self.join(stream, event[0]), lambda: bool(event), stream, is_event=True)
 
     def join(self, stream: Stream, clock: Clock) -> None:
         """Later operations of `stream` come after those that `clock` counts."""

@@ -39,7 +39,7 @@ def signals_of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[GpuSignals]:
         return 0
 
     monkeypatch.setattr(gpu_signals, "symmetric_memory", symmetric_memory)
-    monkeypatch.setattr(gpu_signals, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu_signals, "_driver", lambda *_: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     return [

@@ -248,6 +248,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     reserved: dict[str, int] = {}
     buffers = SimpleNamespace(
         last_caller=None,
+        is_captured=False,
         signals=SimpleNamespace(signal=lambda *_: None, wait=lambda *_: None),
         allocate=lambda use, nbytes, _: reserved.update({use: max(nbytes, reserved.get(use, 0))}),
         view=lambda use, rank, first, shape, dtype, offset=0: torch.empty(shape, dtype=dtype, device="meta"),
