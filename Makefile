@@ -29,7 +29,7 @@ test: $(VENV)/.dev  ## everything a change can break; ARGS="-k mask" go to pytes
 test-all: $(VENV)/.dev  ## `make test` and the exhaustive sweeps
 	$(PYTEST) -m "not product and not faults" $(ARGS)
 
-test-products: $(VENV)/.dev  ## the cases of products of parameters of which test-all runs every pair of values
+test-products: $(VENV)/.dev  ## the cases of products of parameters that test-all leaves out: it runs every pair of values, or each value
 	$(PYTEST) -m product $(ARGS)
 
 test-faults: $(VENV)/.dev  ## every kill point, thousands of damaged files, 200 resumes; more than an hour, with fixed seeds

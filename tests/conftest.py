@@ -89,22 +89,25 @@ EVERY_NTH = {
 }  # fmt: skip
 
 
-# Products of three or more parameters: `make test-all` runs cases that together have every pair of values, `make test-products`
-# the others.
-PRODUCTS = (
-    "test_a_shard_gives_the_rows_of_the_whole_sequence", "test_every_case_equals_the_dense_truth", "test_scores_of_any_size",
-    "test_wrong_chunks_are_found", "test_properties_hold_in_any_order", "test_plans_move_each_visible_key_once",
-    "test_equals_the_reference", "test_gradients_of_every_model_plan_and_split",
-)  # fmt: skip
+# Products of parameters, with the number of parameters of which `make test-all` runs all combinations of values: pairs, or each
+# value once. `make test-products` runs the other cases.
+PRODUCTS = {
+    "test_a_shard_gives_the_rows_of_the_whole_sequence": 2, "test_every_case_equals_the_dense_truth": 2,
+    "test_scores_of_any_size": 2, "test_wrong_chunks_are_found": 2, "test_properties_hold_in_any_order": 2,
+    "test_plans_move_each_visible_key_once": 2, "test_equals_the_reference": 2,
+    "test_gradients_of_every_model_plan_and_split": 2, "test_nothing_after_the_last_row_counts": 2,
+    "test_equals_attention": 2, "test_longer_cases_in_random_orders": 1, "test_sweep": 1,
+    "test_equals_dense_attention_of_each_document": 1,
+}  # fmt: skip
 
 
-def cover_pairs(cases: list[dict[str, str]], chosen: set[int]) -> set[int]:
-    """Return indices of cases, those chosen before among them, that together have each pair of values."""
-    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
-    missing = set[tuple[tuple[str, str], ...]]().union(*pairs).difference(*(pairs[index] for index in chosen))
+def cover(cases: list[dict[str, str]], chosen: set[int], size: int) -> set[int]:
+    """Return indices of cases, those chosen before among them, that together have each combination of `size` values."""
+    combinations = [set(itertools.combinations(sorted(case.items()), size)) for case in cases]
+    missing = set[tuple[tuple[str, str], ...]]().union(*combinations).difference(*(combinations[index] for index in chosen))
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
-        missing -= pairs[best]
+        best = max(range(len(cases)), key=lambda index: len(combinations[index] & missing))
+        missing -= combinations[best]
         chosen = chosen | {best}
     return chosen
 
@@ -116,10 +119,10 @@ def mark_products(items: list[pytest.Item]) -> None:
         name = item.name.partition("[")[0]
         if name in PRODUCTS and "gpu" not in item.keywords:
             products.setdefault((item.path.stem, name), []).append(item)
-    for product in products.values():
+    for (_, name), product in products.items():
         cases = [{key: repr(value) for key, value in item.callspec.params.items()} for item in product]
         in_test = {i for i, item in enumerate(product) if "exhaustive" not in item.keywords}
-        for index in set(range(len(product))) - cover_pairs(cases, in_test):
+        for index in set(range(len(product))) - cover(cases, in_test, PRODUCTS[name]):
             product[index].add_marker(pytest.mark.product)
 
 

@@ -8,6 +8,7 @@ There a thread watches an event after each operator and each awaited signal, and
 that long. NCCL's own watchdog then ends the process. Copy engines have no other watchdog, so the thread itself ends it.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -21,9 +22,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringspan.parallel.transport.streams import all_idle, current_stream
+from ringspan.parallel.transport.streams import current_stream
 
-RELEASE_S = 5.0  # seconds to end the waits of a process that ends
+RELEASE_S = 1.0  # seconds for ending the waits of a process that ends
 
 
 class _Progress(NamedTuple):
@@ -157,8 +158,11 @@ class _WatchThread:
                 with suppress(Exception):
                     flush.start()
                     flush.join(1)
+                release = threading.Thread(target=_release_waits, daemon=True)  # the driver may block when its queues are full
                 with suppress(Exception):
-                    _release_waits(device)
+                    _raise_in_main_thread(Stalled)
+                    release.start()
+                    release.join(RELEASE_S)
                 os._exit(1)
 
 
@@ -167,19 +171,23 @@ _before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def before_end(release: Callable[[], None]) -> None:
-    """Register a method that the watch thread calls before it ends the process: repeatedly, until all streams are idle."""
+    """Register a method that the watch thread calls before it ends the process: again and again for RELEASE_S."""
     _before_end.append(weakref.WeakMethod(release))
 
 
-def _release_waits(device: int) -> None:
-    sys.setswitchinterval(2 * RELEASE_S)  # what other threads would read from now on is wrong
+def _release_waits() -> None:
+    """End the waits of this process again and again: ending one may let a stream reach the next."""
     deadline = time.monotonic() + RELEASE_S
-    while True:
-        for release in _before_end:
-            if (call := release()) is not None:
-                call()
-        if all_idle(device) or time.monotonic() > deadline:
-            return
+    while time.monotonic() < deadline:
+        for reference in _before_end:
+            if (release := reference()) is not None:
+                release()
+
+
+def _raise_in_main_thread(error: type[Exception]) -> None:
+    """Let the main thread raise an error as soon as its wait for the GPU ends: what it would read is wrong."""
+    ident = threading.main_thread().ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(error))
 
 
 def expect(

@@ -83,15 +83,11 @@ class GpuSignals:
             raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
 
     def release(self) -> None:
-        """End the waits that are first on their streams. Later results are wrong: only for a process that exits.
-
-        Does not release Python's lock, so that no other thread goes on with them.
-        """
+        """End the waits that are first on their streams. Later results are wrong: only for a process that exits."""
         batch = _batch([(WRITE, address, 1) for kind in self.local_addresses for address in kind])
         self.release_streams = self.release_streams or [torch.cuda.Stream(self.device) for _ in range(RELEASE_STREAMS)]
         for stream in self.release_streams:
-            if stream.query():  # else it shares its queue with a wait, and the driver would block when the queue is full
-                _driver(ctypes.PyDLL)(stream.cuda_stream, len(batch), batch, 0)
+            _driver()(stream.cuda_stream, len(batch), batch, 0)
 
 
 def _batch(operations: list[Operation]) -> Any:
@@ -118,8 +114,8 @@ class _StreamMemoryOp(ctypes.Structure):
 
 
 @functools.cache
-def _driver(library: type[ctypes.CDLL] = ctypes.CDLL) -> Any:
+def _driver() -> Any:
     """Return cuStreamBatchMemOp of the CUDA driver: (stream, number of operations, operations, flags)."""
-    call = library("libcuda.so.1").cuStreamBatchMemOp_v2
+    call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
     call.argtypes = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return call

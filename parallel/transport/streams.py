@@ -103,12 +103,6 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def all_idle(device: int) -> bool:
-    """Whether all side streams of a GPU, and their callers, have finished their work."""
-    streams = {x for (caller, _), (stream, _) in list(_side_streams.items()) for x in (caller, stream)}
-    return all(stream.query() for stream in streams if stream.device_index == device)
-
-
 class _StreamContext:
     """torch.cuda.stream without its lookup of the current stream, which takes host time in each call."""
 

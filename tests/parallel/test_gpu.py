@@ -18,7 +18,7 @@ import torch
 
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.transport.select import COPY_TRANSPORTS
-from tests.parallel.helpers import jobs, varlen_jobs, work
+from tests.parallel.helpers import graph_jobs, jobs, varlen_jobs, work
 from tests.parallel.helpers.pool import Failed, Pool
 from tests.parallel.helpers.work import RingCase
 
@@ -131,7 +131,7 @@ def test_compiles_as_one_graph(ranks: int, gpus) -> None:
 def test_a_cuda_graph_can_be_replayed(mask: dict[str, Any], transport: str, ranks: int, gpus) -> None:
     """With other inputs, and with calls outside of the graph between the replays."""
     case = replace(BF16, ring=ranks, transport=transport, mask=mask)
-    for errors in gpus(ranks)(jobs.compare_cuda_graph, case, patience=600):
+    for errors in gpus(ranks)(graph_jobs.compare_cuda_graph, case, patience=600):
         assert max(errors.values()) <= 0.05, errors
 
 

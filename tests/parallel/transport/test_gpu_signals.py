@@ -39,7 +39,7 @@ def signals_of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[GpuSignals]:
         return 0
 
     monkeypatch.setattr(gpu_signals, "symmetric_memory", symmetric_memory)
-    monkeypatch.setattr(gpu_signals, "_driver", lambda *_: driver)
+    monkeypatch.setattr(gpu_signals, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     return [
@@ -74,7 +74,7 @@ def test_a_signal_reaches_its_targets_only(signals_of_ranks: list[GpuSignals]) -
 
 
 def test_release_ends_the_waits_of_its_own_rank(signals_of_ranks: list[GpuSignals], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=5, query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=5))
     for kind, _ in itertools.product(range(NUM_SIGNALS), range(2)):  # a wait clears the flags
         signals_of_ranks[1].release()
         assert wait_ends(signals_of_ranks[1], kind, 0, 1, 2)

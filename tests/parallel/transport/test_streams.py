@@ -79,7 +79,7 @@ def test_properties_hold_over_calls_of_different_shapes(ranks: int, steps_of: st
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_cuda_graph_may_run_one_branch_at_a_time(ranks: int, steps_of: str, loop: ModuleType) -> None:
     """Even one that waits for a signal: ranks still do not wait for each other."""
-    for seed, shape in itertools.product(range(0, 8, 2), [EVEN, ONE_KV_HEAD, WINDOW]):
+    for seed, shape in itertools.product([0, 2], [EVEN, ONE_KV_HEAD, WINDOW]):
         assert violations(loop, [shape], ranks, seed, steps_of, is_graph=True) == []
 
 
