@@ -112,13 +112,18 @@ class _ExpectedEvent(NamedTuple):
 
 
 class _WatchThread:
-    """Checks once a second whether the oldest expected event has completed."""
+    """Checks once a second whether the oldest expected event has completed.
+
+    It may not destroy an event: CUDA would block it while another thread waits for a value of the GPU, as `loss.item()` does.
+    """
 
     def __init__(self) -> None:
         self.expected: deque[_ExpectedEvent] = deque()
+        self.finished: deque[_ExpectedEvent] = deque()  # destroyed by the thread that expects the next event
         self.thread: threading.Thread | None = None
 
     def expect(self, expected: _ExpectedEvent) -> None:
+        self.finished.clear()
         self.expected.append(expected)
         if self.thread is None:
             device = torch.cuda.current_device()
@@ -129,7 +134,7 @@ class _WatchThread:
         torch.cuda.set_device(device)  # a new thread starts on GPU 0 and would create a context there
         # Seconds without progress. A longer gap counts as 2 s, so that a pause of the whole process does not count.
         idle_s, previous = 0.0, time.monotonic()
-        reported: torch.cuda.Event | None = None
+        num_finished, reported = 0, -1
         while True:
             time.sleep(1)
             now = time.monotonic()
@@ -137,17 +142,19 @@ class _WatchThread:
             previous = now
             try:
                 while self.expected and self.expected[0].event.query():
-                    self.expected.popleft()
+                    self.finished.append(self.expected.popleft())
+                    num_finished += 1
                     idle_s = 0.0
             except RuntimeError:  # a CUDA error, which the main thread raises
+                self.finished.extend(self.expected)
                 self.expected.clear()
             if not self.expected:
                 idle_s = 0.0
                 continue
             oldest = self.expected[0]
             # Reported before NCCL's watchdog or a peer rank ends the process.
-            if idle_s > 0.9 * oldest.timeout_s and reported is not oldest.event:
-                reported = oldest.event
+            if idle_s > 0.9 * oldest.timeout_s and reported != num_finished:
+                reported = num_finished
                 with suppress(Exception):
                     message = timeout_message(oldest.awaited, oldest.timeout_s, oldest.progress)
                     print(f"ringspan: {message}", file=sys.stderr, flush=True)
@@ -164,6 +171,7 @@ class _WatchThread:
                     release.start()
                     release.join(RELEASE_S)
                 os._exit(1)
+            del oldest  # while `expected` holds it
 
 
 _watch_thread = _WatchThread()

@@ -143,8 +143,9 @@ def test_peak_memory(transport: str, ranks: int, gpus) -> None:
             assert peaks[name] <= promised[name] + 64 * 2**20, (peaks, promised)
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
-def test_a_stalled_rank_ends_the_others(transport: str) -> None:
+def test_a_stalled_rank_ends_the_others(transport: str, reads: bool) -> None:
     """Within the timeout, by an error or by the end of the process."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
@@ -152,7 +153,7 @@ def test_a_stalled_rank_ends_the_others(transport: str) -> None:
     start = time.monotonic()
     try:
         with pytest.raises(Failed) as failed:
-            pool(functools.partial(jobs.stall_on_gpu, transport), patience=120)
+            pool(functools.partial(jobs.stall_on_gpu, transport, reads), patience=120)
     finally:
         pool.close()
     assert failed.value.errors[0] is not None
