@@ -50,8 +50,8 @@ class SymmetricBuffers:
         self.memory: dict[str, tuple[Tensor, Any]] = {}  # this rank's buffer, and the handle to all ranks' buffers
         self.views: dict[Any, Tensor] = {}  # cache: a ring needs the same views in each call
         self.last_caller: torch.cuda.Stream | None = None  # caller's stream of the last call
-        self.is_captured = False  # a CUDA graph uses the buffers,
-        self.outgrown: list[tuple[Tensor, Any]] = []  # and these as well
+        self.is_captured = False  # whether a CUDA graph uses the buffers
+        self.outgrown: list[tuple[Tensor, Any]] = []  # buffers of a CUDA graph that larger ones have replaced
 
     def allocate(self, name: str, nbytes: int, device: torch.device) -> None:
         """Make the buffer at least `nbytes` large, on every rank. Growing it is a collective of the group."""
