@@ -100,6 +100,7 @@ LONG = {  # name: (length, head dim of q and k, of v, mask)
     "prefix-16k-d256": (16384, 256, 256, lambda n: Mask(causal=True, prefix=5000)),
     "causal-16k-d96": (16384, 96, 96, lambda n: Mask(causal=True)),
     "causal-16k-d192-128": (16384, 192, 128, lambda n: Mask(causal=True)),
+    "causal-16k-d112": (16384, 112, 112, lambda n: Mask(causal=True)),
     "full-16k-d80": (16384, 80, 80, lambda n: Mask()),
     "window-32k-d160": (32768, 160, 160, lambda n: Mask(causal=True, window=4096)),
 }

@@ -90,6 +90,7 @@ class Outputs(NamedTuple):
 class ForwardFlags(NamedTuple):
     """Compile-time constants of the forward (tile_sizes.py)."""
 
+    D: Any
     DV: Any
     BLOCK_DV: Any
     TAIL_DV: Any

@@ -63,6 +63,7 @@ def forward_arguments(
         num_heads=heads,
         group=group,
         concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, k_rows, kv_bytes, group)),
+        D=width,
         DV=v_width,
         **common,
         **options,

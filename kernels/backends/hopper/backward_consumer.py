@@ -2,7 +2,7 @@
 
 Each of the two warpgroups owns 64 of the 128 keys: their weights, dS, dk and dv.
 
-    TIGHT (head dim 128)                                       not TIGHT (head dim 64)
+    TIGHT (head dims above 80)                                 not TIGHT (head dims up to 80)
     consumer 0   | s(i) | exp2, dP, dS, dk, dv | s(i+1) | …    scores run one tile ahead:
     consumer 1          | s(i) | exp2, dP, dS, dk, dv | …      s(i+1) overlaps dk and dv of tile i
 
@@ -58,13 +58,13 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     steps = flags.GROUP * (tile.end - tile.begin)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     v_operand = select(memory.v, CONSUMER_ID)
-    if not TIGHT:  # in registers, which halves the shared memory reads of the matmul for dP
+    if not TIGHT and flags.TAIL_DV == 0:  # in registers, which halves the shared memory reads of the matmul for dP
         v_operand = load_operand(v_operand, gl.DotOperandLayout(0, S_LAYOUT, 2))
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
         wait_full(barriers.q_full, 0, STAGES)
         k_half = select_rows(memory.k, 0, OFFSET)
-        s = matmul_minus_stats(k_half, select(memory.q, 0), zero, selector, memory.stats.index(0))
+        s = matmul_minus_stats(k_half, select(memory.q, 0), zero, selector, memory.stats.index(0), flags.D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         k_half = select_rows(memory.k, 0, OFFSET)
@@ -85,15 +85,15 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         # near the diagonal a tile's queries may see only the other consumer's keys
         if (marks & (2 << CONSUMER_ID) if TIGHT else 1) != 0:
             if TIGHT:
-                s = matmul_minus_stats(k_half, q, zero, selector, lse)
+                s = matmul_minus_stats(k_half, q, zero, selector, lse, flags.D)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_per_thread(barriers.exchange[1 - CONSUMER_ID].index(0))
             else:
-                dp = matmul_minus_stats(v_half, dout, zero, selector, delta)
+                dp = matmul_minus_stats(v_half, dout, zero, selector, delta, flags.DV)
             s, weights, p = recompute_weights(s, marks, lo, hi, memory, slot, tile, rules, flags, OFFSET, DTYPE)
             weights = gl.convert_layout(weights, gl.DotOperandLayout(0, dv[0].type.layout, 2))
             if TIGHT:
-                dp = matmul_minus_stats(v_half, dout, zero, selector, delta)
+                dp = matmul_minus_stats(v_half, dout, zero, selector, delta, flags.DV)
             dv = accumulate(weights, dout, dv)
             dp = warpgroup_mma_wait(DV_MATMULS, deps=(dp,))
             ds = compute_ds(s, p, dp, rules, flags, DTYPE)
@@ -110,7 +110,8 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
                 if i + 1 < steps:
                     wait_full(barriers.q_full, i + 1, STAGES)
                 next_slot = (i + 1) % STAGES
-                s = matmul_minus_stats(k_half, select(memory.q, next_slot), zero, selector, memory.stats.index(2 * next_slot))
+                next_q, next_lse = select(memory.q, next_slot), memory.stats.index(2 * next_slot)
+                s = matmul_minus_stats(k_half, next_q, zero, selector, next_lse, flags.D)
                 dk, dv, s = wait_matmuls(0, dk, dv, s)
         else:
             arrive_per_thread(barriers.exchange[1 - CONSUMER_ID].index(0))
@@ -217,9 +218,9 @@ def stats_selector(S_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def matmul_minus_stats(rows, tile, zero, selector, stats):
+def matmul_minus_stats(rows, tile, zero, selector, stats, WIDTH: gl.constexpr):
     """Start rows · tileᵀ minus each query's lse or delta, (keys, queries): rows of k or v, a tile of q or dout."""
-    product = multiply_transposed(rows, tile, zero)
+    product = multiply_transposed(rows, tile, zero, WIDTH)
     return warpgroup_mma(selector, stats.permute((1, 0)), product, is_async=True)
 
 

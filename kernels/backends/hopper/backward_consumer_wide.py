@@ -61,7 +61,7 @@ def consume_weights(memory, barriers, tile, outputs, rules, flags: gl.constexpr)
     s = zero
     if steps > 0:
         wait_full(barriers.q_full, 0, STAGES)
-        s = matmul_minus_stats(select(memory.k, 0), select(memory.q, 0), zero, selector, memory.stats.index(0))
+        s = matmul_minus_stats(select(memory.k, 0), select(memory.q, 0), zero, selector, memory.stats.index(0), flags.D)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         k_rows = select(memory.k, i >> 30)  # opaque 0, see backward_consumer.py
@@ -95,7 +95,8 @@ def consume_weights(memory, barriers, tile, outputs, rules, flags: gl.constexpr)
         if i + 1 < steps:
             wait_full(barriers.q_full, i + 1, STAGES)
         next_slot = (i + 1) % STAGES
-        s = matmul_minus_stats(k_rows, select(memory.q, next_slot), zero, selector, memory.stats.index(2 * next_slot))
+        next_q, next_lse = select(memory.q, next_slot), memory.stats.index(2 * next_slot)
+        s = matmul_minus_stats(k_rows, next_q, zero, selector, next_lse, flags.D)
         wait_full(barriers.ds_full, i, DS_STAGES)
         q = select(memory.q, slot)[0].slice(0, WIDTH, dim=1)
         dk = warpgroup_mma(memory.ds.index(ds_slot), q, dk, is_async=True)
@@ -130,7 +131,8 @@ def consume_ds(memory, barriers, tile, outputs, rules, flags: gl.constexpr):
     for i in range(flags.GROUP * (tile.end - tile.begin)):
         v_rows = select(memory.v, i >> 30)
         slot = wait_full(barriers.q_full, i, STAGES)
-        dp = matmul_minus_stats(v_rows, select(memory.dout, slot), zero, selector, memory.stats.index(2 * slot + 1))
+        dout, delta = select(memory.dout, slot), memory.stats.index(2 * slot + 1)
+        dp = matmul_minus_stats(v_rows, dout, zero, selector, delta, flags.DV)
         ds_slot = i % DS_STAGES
         shared = memory.ds.index(ds_slot)
         mbarrier.wait(exchange[0].index(ds_slot), (EXCHANGES * (i // DS_STAGES)) & 1)

@@ -7,7 +7,8 @@ operand in two blocks, and sum or keep the matmuls of both:
     v = (v0, v1)                     (out0, out1) = (p v0, p v1)
 
 A tuple of one or two chunks stands for TMA descriptors, tiles in shared memory, operands or accumulators. BLOCK_* are the
-columns of the first chunk and TAIL_* those of the second, 0 if there is none.
+columns of the first chunk and TAIL_* those of the second, 0 if there is none. Head dims 104 and 112 are padded to one chunk of
+128 columns, but sums over columns leave out the last 16.
 """
 
 from typing import Any
@@ -109,13 +110,25 @@ def zero_accumulators(BLOCK: gl.constexpr, TAIL: gl.constexpr):
         return first, gl.zeros([64, TAIL], gl.float32, TAIL_LAYOUT)
 
 
+@gluon.constexpr_function
+def skips_padding(WIDTH):
+    """Whether multiply_transposed leaves out the last 16 columns of a chunk of 128."""
+    return 96 < WIDTH <= 112
+
+
 @gluon.jit
-def multiply_transposed(left, right, zero):
-    """Start left · rightᵀ (64, rows of right), the sum over all chunks of columns."""
-    product = warpgroup_mma(left[0], right[0].permute((1, 0)), zero, use_acc=False, is_async=True)
-    if len(left) == 2:
-        product = warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True)
-    return product
+def multiply_transposed(left, right, zero, WIDTH: gl.constexpr):
+    """Start left · rightᵀ (64, rows of right), the sum over the WIDTH columns of all chunks, in one to three matmuls."""
+    if skips_padding(WIDTH):  # 112 = 64 + 32 + 16
+        left, right = left[0], right[0]
+        product = warpgroup_mma(left.slice(0, 64, 1), right.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma(left.slice(64, 32, 1), right.slice(64, 32, 1).permute((1, 0)), product, is_async=True)
+        return warpgroup_mma(left.slice(96, 16, 1), right.slice(96, 16, 1).permute((1, 0)), product, is_async=True)
+    else:
+        product = warpgroup_mma(left[0], right[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+        if len(left) == 2:
+            product = warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True)
+        return product
 
 
 @gluon.jit

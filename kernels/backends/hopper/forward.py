@@ -6,8 +6,9 @@
     TMA           ───  kv_full  ───▶   k(j), v(j-1) × STAGES    ──▶  acc += p(j-1) v(j-1)
     wait_free     ◀── q/kv/next_free ───────────────────────────     arrive; out, lse to memory at the end of a tile
 
-A K/V slot holds what is multiplied concurrently. With two consumers the softmax of tile j overlaps the matmul with v(j-1);
-three consumers overlap each other instead. The next query tile's first matmul overlaps the store of out.
+A K/V slot holds what is multiplied concurrently. The softmax of tile j overlaps the matmul with v(j-1), except with three
+consumers and tiles of 128 keys: they lack the registers, and overlap each other instead. The next query tile's first matmul
+overlaps the store of out.
 The grid is persistent: one thread block per SM takes query tiles, longest first, from an atomic counter, so all thread blocks
 end together under any mask. The producer computes positions and visible keys (forward_producer.py).
 Supports what the portable forward does, except fp32, dropout and scales below 1e-30.
@@ -36,6 +37,7 @@ from ringspan.kernels.backends.hopper.chunks import (
     allocate_tiles,
     multiply_transposed,
     select,
+    skips_padding,
     wait_matmuls,
     zero_accumulators,
 )
@@ -73,7 +75,7 @@ def attention_forward(
     q, q_tail, k, k_tail, v, v_tail, out, out_tiles, lse, carry_out, carry_lse, work_counter,
     out_strides, lse_strides, carry_out_strides, carry_lse_strides,
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads, scale, softcap,
-    DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse, persistently over all query tiles.
@@ -85,7 +87,7 @@ def attention_forward(
     q = (q,) if q_tail is None else (q, q_tail)
     k = (k,) if k_tail is None else (k, k_tail)
     v = (v,) if v_tail is None else (v, v_tail)
-    flags: gl.constexpr = ForwardFlags(DV, BLOCK_DV, TAIL_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, IN_STEP)
+    flags: gl.constexpr = ForwardFlags(D, DV, BLOCK_DV, TAIL_DV, BLOCK_N, CONSUMERS, Q_STAGES, STAGES, IN_STEP)
     inputs = ForwardInputs(q, k, v)
     q_tile = allocate_tiles(q, Q_STAGES * CONSUMERS)
     k_tile = allocate_tiles(k, STAGES)
@@ -125,7 +127,7 @@ def attention_forward(
 @gluon.jit
 def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
     """Role of consumer warpgroup CONSUMER_ID: 64 queries of each query tile of the thread block."""
-    QK_MATMULS: gl.constexpr = len(memory.q)
+    QK_MATMULS: gl.constexpr = 3 if skips_padding(flags.D) else len(memory.q)
     PV_MATMULS: gl.constexpr = len(memory.v)
     DTYPE: gl.constexpr = memory.v[0].dtype
     # with documents a tile's last rows may belong to the next tile, and a thread block may have no tile
@@ -134,7 +136,7 @@ def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, C
     # Without a mask the producer rotates the order of the full tiles, so `key_tile` is not the loaded tile. It only
     # distinguishes full tiles from a last partial one.
     UNMASKED: gl.constexpr = work.mask.left is None and work.mask.right is None and work.mask.starts is None
-    OVERLAP: gl.constexpr = flags.CONSUMERS == 2  # softmax with the own matmul with v; three consumers overlap each other
+    OVERLAP: gl.constexpr = flags.CONSUMERS == 2 or flags.BLOCK_N == 64  # softmax with the own matmul with v
     gl.static_assert(flags.STAGES > 1 or not OVERLAP, "the wait for a slot overlaps the use of another one: STAGES > 1")
     zero_scores = gl.zeros([64, flags.BLOCK_N], gl.float32, S_LAYOUT)
     i = 0
@@ -146,7 +148,7 @@ def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, C
     q_slot = i
     slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
     q_rows = select(memory.q, q_slot * flags.CONSUMERS + CONSUMER_ID)
-    s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
+    s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores, flags.D)
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(memory.kv_free.index(slot), flags.IN_STEP)
     while tile.end_row != 0:
@@ -158,7 +160,7 @@ def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, C
         slot = wait_full(memory.kv_full, kv_count, flags.STAGES)
         num_partial = tile.full_begin - tile.begin + tile.end - tile.full_end
         for j in range(1, tile.end - tile.begin):
-            s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
+            s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores, flags.D)
             acc = pv_matmul(weights, select(memory.v, slot), acc)
             s = warpgroup_mma_wait(PV_MATMULS, deps=(s,))
             key_tile = nth_tile(j, tile.begin, tile.full_begin, tile.full_end, tile.end)
@@ -192,7 +194,7 @@ def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, C
         q_slot = i % flags.Q_STAGES
         acc = pv_matmul(weights, select(memory.v, slot), acc)
         q_rows = select(memory.q, q_slot * flags.CONSUMERS + CONSUMER_ID)
-        s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores)
+        s = multiply_transposed(q_rows, select(memory.k, slot), zero_scores, flags.D)
         acc = wait_matmuls(QK_MATMULS, acc)
         store_result(
             acc, reference, total, prev_tile, prev_row, row_count(work.q_at), outputs, memory.out, CONSUMER_ID,

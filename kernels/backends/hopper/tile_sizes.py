@@ -19,7 +19,9 @@ from torch import Tensor
 
 FORWARD = {  # by largest head dims of q and k, and of v
     (64, 64): dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
-    (96, 96): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=3, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
+    (80, 80): dict(CONSUMERS=3, BLOCK_N=64, Q_STAGES=2, STAGES=6, REGISTERS=160, STAGED=True, maxnreg=128, IN_STEP=True),
+    (96, 96): dict(CONSUMERS=3, BLOCK_N=64, Q_STAGES=2, STAGES=6, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
+    (120, 120): dict(CONSUMERS=3, BLOCK_N=64, Q_STAGES=1, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
     (128, 128): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=2, STAGES=2, REGISTERS=240, STAGED=True, maxnreg=168, IN_STEP=False),
     (160, 160): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
     (192, 128): dict(CONSUMERS=2, BLOCK_N=128, Q_STAGES=1, STAGES=2, REGISTERS=240, STAGED=False, maxnreg=168, IN_STEP=False),
@@ -28,6 +30,7 @@ FORWARD = {  # by largest head dims of q and k, and of v
 }
 BACKWARD = {
     (64, 64): dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=False, maxnreg=128),
+    (80, 80): dict(BLOCK_N=128, STAGES=3, DS_STAGES=3, DQ_STAGES=3, DQ_WIDTH=32, TIGHT=False, maxnreg=128),
     (96, 96): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=3, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
     (128, 128): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
     (192, 192): dict(BLOCK_N=64, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),

@@ -99,8 +99,8 @@ CASES = [
     Case("strided", layout="strided", causal=True, width=24),
 ]
 
-# Head dims of q and k, and of v, that kernels compute in two chunks, each with some of the masks.
-CHUNKED = [(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (192, 192), (64, 96), (128, 80)]
+# Head dims of q and k, and of v, that kernels compute in two chunks or without all of their padding, with some of the masks.
+CHUNKED = [(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (192, 192), (64, 96), (128, 80), (112, 112), (104, 192)]
 CHUNKED_CASES = [
     replace(case, name=f"{case}-{width}-{v_width}", width=width, v_width=v_width)
     for case, (width, v_width) in zip(

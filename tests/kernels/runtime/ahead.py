@@ -40,6 +40,7 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d80-causal": (80, 80, torch.bfloat16, 8, 8, {}),
     "d96-causal": (96, 96, torch.bfloat16, 8, 8, {}),
     "d96-ring": (96, 96, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
+    "d112-causal": (112, 112, torch.bfloat16, 8, 8, {}),
     "d160-causal": (160, 160, torch.bfloat16, 8, 8, {}),
     "d128-ring": (128, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
     "d128-softcap": (128, 128, torch.bfloat16, 8, 2, dict(softcap=20.0)),
@@ -54,7 +55,7 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 ALL_CHIPS = ("d128-causal", "d64-causal")
 # Portable kernels are the same without a mask, with ordered sums and with fp32 results; with documents they are d128-ring's.
 # Of head dims in two chunks they compile d96-causal and d192-128.
-CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d160-causal", "d192-128-ring")
+CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d112-causal", "d160-causal", "d192-128-ring")
 ONLY_GLUON = (
     *("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered"),
     *(name for name in CHUNKED if name != "d96-causal"),
@@ -90,6 +91,9 @@ SPILL_LIMITS = {
     "sm_100/d128-causal/attention_backward_dkdv": 16,
     "hopper/d128-causal/attention_backward": 8,
     "hopper/d256-causal/attention_forward": 48,
+    "hopper/d96-ring/attention_forward": 32,
+    "hopper/d112-causal/attention_forward": 8,
+    "hopper/d112-causal/attention_backward": 8,
     "hopper/d160-causal/attention_forward": 16,
     "hopper/d192-128/attention_forward": 24,
     "hopper/d192-128-ring/attention_forward": 56,
@@ -148,7 +152,7 @@ SPILL_LIMITS_BY_VERSION = {
         "hopper/d128-ring/attention_forward": 80,
         "hopper/d128-full/attention_forward": 16,
         "hopper/d128-block/attention_forward": 48,
-        "hopper/d96-causal/attention_forward": 16,
+        "hopper/d96-causal/attention_forward": 40,
         "hopper/d192-128/attention_forward": 40,
         "hopper/d128-softcap/attention_forward": 32,
         "hopper/d128-docs/attention_forward": 32,

@@ -1,5 +1,6 @@
 """Head dims in two chunks: values with all masks, GQA and carry, and faults in the handling of chunks that the tests find."""
 
+import itertools
 import zlib
 from functools import partial
 from typing import Any
@@ -56,13 +57,13 @@ def test_carry_with_head_dims_in_chunks(head_dims: tuple[int, int], device: str)
 
 
 @gluon.jit
-def scores_of_second_chunk_twice(left, right, zero):
+def scores_of_second_chunk_twice(left, right, zero, WIDTH: gl.constexpr):
     product = warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True)
 
 
 @gluon.jit
-def scores_without_first_chunk(left, right, zero):
+def scores_without_first_chunk(left, right, zero, WIDTH: gl.constexpr):
     warpgroup_mma(left[0], right[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     return warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -88,6 +89,22 @@ def loads_at_wrong_column(descriptors, b, h, row, full, tiles, slot):
 @gluon.jit
 def no_load_of_second_chunk(descriptors, b, h, row, full, tiles, slot):
     tma_load(descriptors[0], [b, h, row, 0], full, tiles[0].index(slot))
+
+
+@gluon.jit
+def scores_of_columns_80_to_95_twice(left, right, zero, WIDTH: gl.constexpr):
+    left, right = left[0], right[0]
+    product = warpgroup_mma(left.slice(0, 64, 1), right.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    product = warpgroup_mma(left.slice(64, 32, 1), right.slice(64, 32, 1).permute((1, 0)), product, is_async=True)
+    return warpgroup_mma(left.slice(80, 16, 1), right.slice(80, 16, 1).permute((1, 0)), product, is_async=True)
+
+
+@gluon.jit
+def scores_of_wrong_columns(left, right, zero, WIDTH: gl.constexpr):
+    left, right = left[0], right[0]
+    product = warpgroup_mma(left.slice(0, 64, 1), right.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+    product = warpgroup_mma(left.slice(64, 32, 1), right.slice(64, 32, 1).permute((1, 0)), product, is_async=True)
+    return warpgroup_mma(left.slice(96, 16, 1), right.slice(80, 16, 1).permute((1, 0)), product, is_async=True)
 
 
 @gluon.jit
@@ -125,14 +142,17 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in th
     "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
     "dk, dv: a wrong offset": (dict(store_columns=gradients_at_wrong_column), "dk"),
 }
+FAULTS_OF_112 = {
+    "scores: columns used twice": (dict(multiply_transposed=scores_of_columns_80_to_95_twice), "out"),
+    "scores: a wrong offset": (dict(multiply_transposed=scores_of_wrong_columns), "out"),
+}
 
 
 @emulated
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("width", [96, 160])
+@pytest.mark.parametrize("width, fault", [*itertools.product([96, 160], FAULTS), *itertools.product([112], FAULTS_OF_112)])
 def test_wrong_chunks_are_found(fault: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault changes the results that depend on it, and only those."""
-    overrides, first_wrong = FAULTS[fault]
+    overrides, first_wrong = (FAULTS_OF_112 if width == 112 else FAULTS)[fault]
     expected = two_blocks((width, width), "reference", "cpu")
     emulate(monkeypatch, **overrides)
     if first_wrong == "all tasks wait":
@@ -153,7 +173,7 @@ class Allocated(AssertionError):
 
 
 @emulated
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 144, 160, 192, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 144, 160, 192, 256])
 def test_tiles_of_all_head_dims_fit_into_shared_memory(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So `backend="hopper"` takes every head dim. 2 KB remain for barriers and the compiler's scratch memory."""
     limit = CHIPS["sm_90"] - 2048
@@ -170,7 +190,7 @@ def test_tiles_of_all_head_dims_fit_into_shared_memory(width: int, monkeypatch: 
     monkeypatch.setattr(Language, "allocate_shared_memory", count)
     monkeypatch.setattr(EmulatedGPU, "warp_specialize", end)
     emulate(monkeypatch, resident=1)
-    for v_width in (64, 80, 96, 128, 144, 160, 192, 256):
+    for v_width in (64, 80, 96, 112, 128, 144, 160, 192, 256):
         q, k, v, dout = (torch.zeros(1, 64, 1, n, dtype=torch.bfloat16) for n in (width, width, v_width, v_width))
         lse = torch.zeros(1, 1, 64)
         sums = [torch.zeros(x.shape) for x in (q, k, v)]
