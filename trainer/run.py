@@ -111,9 +111,8 @@ class Run:
         mesh, samples = self.distributed.mesh, list(range(self.config.data.micro_batch))
         self.attention.layout = layout = mesh.layout(self.config.parallel.layout, length)
         batch = self.data.batch(samples, layout.positions(mesh.context_rank)).to(self.device)
-        with self.engine.precision():
-            loss = self.model(*batch._replace(documents=batch.documents[:, :length]).inputs, each=True)[0]
-        torch.autograd.grad(loss, self.model.embedding.weight)  # accumulates no gradient of another weight
+        batch = batch._replace(documents=batch.documents[:, :length])
+        self.engine.warm_up(self.model.embedding.weight, *batch.inputs, each=True)
         self.attention.layout = self.layout
 
     def batches(self) -> Iterator[list[Batch]]:

@@ -1,8 +1,8 @@
-"""The ring on 2 and 4 GPUs of one host, over NCCL and over copy engines.
+"""The ring on 2, 4 and 8 GPUs of one host, over NCCL and over copy engines.
 
-pytest tests/parallel            # a host with 4 GPUs runs all tests; with fewer GPUs some are skipped
+pytest tests/parallel            # a host with 8 GPUs runs all tests; with fewer GPUs some are skipped
 
-NCCL needs a GPU per rank. Copy engines do not: with too few GPUs, ranks share them in short tests of copy engines.
+NCCL needs a GPU per rank. Copy engines do not: with too few GPUs, 4 ranks share them in short tests of copy engines.
 """
 
 import functools
@@ -40,7 +40,8 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     def pool(size: int, transport: str = "") -> Pool:
         """With too few GPUs, ranks share them if the transport is one of copy engines."""
         is_shared = torch.cuda.device_count() < size
-        if is_shared and (transport not in COPY_TRANSPORTS or torch.cuda.device_count() == 1):  # one GPU has no peer memory
+        has_peers = torch.cuda.device_count() > 1 and size <= 4  # one GPU has no peer memory
+        if is_shared and not (transport in COPY_TRANSPORTS and has_peers):
             pytest.skip(f"needs {size} GPUs, this host has {torch.cuda.device_count()}")
         if size not in started:
             environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if is_shared else {}
@@ -52,7 +53,7 @@ def gpus() -> Iterator[Callable[..., Pool]]:
         each.close()
 
 
-@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (1, 2), (2, 2), (8, 1), (4, 2)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "case",
@@ -82,7 +83,7 @@ def test_bf16_is_as_accurate_as_one_gpu(case: RingCase, transport: str, ring: in
             assert 0 < ring_error <= 1.05 * single_error, f"{name}: {ring_error:.3e}, one GPU {single_error:.3e}"
 
 
-@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("ring, ulysses", [(2, 1), (4, 1), (2, 2), (8, 1), (4, 2)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "case",
@@ -102,14 +103,14 @@ def test_equals_a_single_gpu(case: RingCase, transport: str, ring: int, ulysses:
         assert max(errors.values()) <= 5e-5, errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_five_runs_are_bit_equal(transport: str, ranks: int, gpus) -> None:
     case = replace(BF16, ring=ranks, transport=transport, options=dict(deterministic=True))
     assert gpus(ranks, transport)(jobs.five_runs_are_bit_equal, case, patience=600) == [True] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case, allowed", [(FP32, 1e-4), (BF16, 0.05)], ids=["fp32", "bf16"])
 def test_interleaved_backwards_use_their_own_buffers(case: RingCase, allowed: float, transport: str, ranks: int, gpus) -> None:
@@ -119,13 +120,13 @@ def test_interleaved_backwards_use_their_own_buffers(case: RingCase, allowed: fl
         assert max(errors.values()) <= allowed, errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_compiles_as_one_graph(ranks: int, gpus) -> None:
     for errors in gpus(ranks)(jobs.compare_compiled, replace(BF16, ring=ranks, transport="p2p"), patience=600):
         assert max(errors.values()) <= 0.05, errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
 @pytest.mark.parametrize("mask", [CAUSAL, dict(causal=True, window=40)], ids=["causal", "window"])
 def test_a_cuda_graph_can_be_replayed(mask: dict[str, Any], transport: str, ranks: int, gpus) -> None:
@@ -135,7 +136,7 @@ def test_a_cuda_graph_can_be_replayed(mask: dict[str, Any], transport: str, rank
         assert max(errors.values()) <= 0.05, errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("transport", ["p2p", "copy"])
 def test_peak_memory(transport: str, ranks: int, gpus) -> None:
     for peaks, promised in gpus(ranks)(functools.partial(jobs.peak_memory, 131072, transport), patience=600):
@@ -160,7 +161,7 @@ def test_a_stalled_rank_ends_the_others(transport: str, reads: bool) -> None:
     assert time.monotonic() - start < 100
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_documents_on_the_gpu(ranks: int, gpus) -> None:
     """Kernels use them for masking; only the plan cannot."""
     case = replace(FP32, ring=ranks, mask=dict(causal=True, documents=[0] * 300 + [1] * 737))

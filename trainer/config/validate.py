@@ -347,8 +347,6 @@ def _run(config: Config) -> Iterator[str]:
         yield f"data.workers={config.data.workers}, data.prefetch=0: workers prefetch; set data.prefetch to at least 1"
     if debug.warm_up > config.data.length:
         yield f"debug.warm_up={debug.warm_up}: it must be at most data.length={config.data.length}"
-    if debug.warm_up and config.engine.zero == 3:
-        yield f"debug.warm_up={debug.warm_up}, engine.zero=3: weights are gathered in a step alone; take the second step's time"
     if debug.memory and not on_gpu(config):
         yield f"debug.memory={debug.memory}: memory snapshots need a GPU; leave it empty"
     if config.tracking.wandb != "disabled" and importlib.util.find_spec("wandb") is None:

@@ -55,9 +55,7 @@ class LongRun:
 
     @property
     def overrides(self) -> list[str]:
-        # ZeRO 3 has no warm-up: its first step compiles, and the second is timed
-        warm_up = [] if "zero3" in self.options else [f"debug.warm_up={WARM_UP}"]
-        return [*self.options.split(), *COMMON, f"steps={self.steps}", *warm_up]
+        return [*self.options.split(), *COMMON, f"steps={self.steps}", f"debug.warm_up={WARM_UP}"]
 
 
 WIDTH_8B, ONE_B = "model=llama-8b engine=zero1", "model=llama-1b engine=zero1"
@@ -68,7 +66,10 @@ RUNS = {
     "8b-8-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=8 data.length=512k"),
     "8b-4-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=512k"),
     "8b-4-layers-384k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=384k"),
-    "8b-512k-4-h100": LongRun("model=llama-8b engine=zero3 parallel.ring=4 data.length=512k", gpus=4, steps=2),
+    "8b-512k-4-h100": LongRun("model=llama-8b engine=zero3 parallel.ring=4 data.length=512k", gpus=4),
+    # chunks of 16,384 rows, as each of eight ranks has in the warm-up
+    "qwen3-8b-1m-8-h100": LongRun("experiment=qwen3_8b_1m", gpus=8, plan="x/1@1 outs=36@36 rows=16384"),
+    "qwen3-8b-1m-8-h200": LongRun("experiment=qwen3_8b_1m", "h200", gpus=8, plan="x/1 outs=36 rows=16384"),
     "1b-1m-h100": LongRun(f"{ONE_B} data.length=1000000"),
     "8b-2-layers-128k-h100": LongRun(
         f"{WIDTH_8B} model.layers=2 data.length=128k", steps=4, plan="x/1@1 outs=2@2 late heads=2 rows=65536"

@@ -53,7 +53,7 @@ def test_memory_plans_change_no_number(
         assert pair[0] == (pair[1] if plan in ("none", "auto") else pytest.approx(pair[1], rel=1e-6))
 
 
-@pytest.mark.parametrize("zero, ranks", [(0, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("zero, ranks", [(0, 1), (1, 2), (2, 2), (3, 2)])
 def test_warm_up_changes_no_number(tmp_path: Path, zero: int, ranks: int) -> None:
     shared = [f"runs={tmp_path}", "steps=2", f"engine.zero={zero}", f"parallel.ring={ranks}", "debug.deterministic=true"]
     for name, tokens in (("cold", 0), ("warm", 40)):

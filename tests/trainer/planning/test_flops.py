@@ -35,7 +35,10 @@ def test_long_sequences_do_not_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "published"),
-    [("gpt2-124m", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-8b", 8_030_261_248), ("qwen3-0.6b", 596_049_920)],
+    [
+        *[("gpt2-124m", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-8b", 8_030_261_248)],
+        *[("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360)],
+    ],
 )
 def test_presets_have_their_published_sizes(preset: str, published: int) -> None:
     model = compose.load([f"model={preset}", "data=stdlib"], world_size=1).config.model
