@@ -122,7 +122,7 @@ class Engine:
             self.ds.backward(loss_sum * (self.world / max(num_labels, 1)), scale_wrt_gas=False)
 
     def warm_up(self, first_weight: Tensor, *batch: Any, **options: Any) -> None:
-        """Run a forward and backward without a step; their gradients are dropped."""
+        """Run a forward and backward without a step; their gradients are dropped. first_weight: where the backward ends."""
         if self.zero < 3:
             with self.precision():
                 loss = self.module(*batch, **options)[0]
@@ -130,7 +130,7 @@ class Engine:
         else:  # DeepSpeed's hooks gather the weights
             self.ds.set_gradient_accumulation_boundary(False)
             self.ds.backward(self(*batch, **options)[0], scale_wrt_gas=False)
-            self.optimizer.zero_grad()  # the next backward overwrites the gradients
+            self.optimizer.zero_grad()  # also counts backwards from 0 again: the next one overwrites the gradients
 
     def step(self, fraction: float) -> tuple[float, bool]:
         """Step with the learning rates `fraction` · peak.

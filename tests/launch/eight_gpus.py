@@ -2,16 +2,19 @@
 
 python -m tests.launch.eight_gpus NAME --out DIR
 
-    step        Qwen3 8B with 1,048,576 tokens: a short warm-up, then one step, next to its prediction
-    ring        shares of the kernel alone at 8k and 32k tokens per GPU, next to Ulysses and torch's context_parallel
-    ring-128k   likewise at 128k
-    tests       tests/parallel/test_gpu.py on eight ranks
-    rehearsal   on one GPU, beforehand: shares of a simulated ring of eight ranks
+    step            Qwen3 8B with 1,048,576 tokens: a short warm-up, then one step, next to its prediction
+    ring            shares of the kernel alone at 8k and 32k tokens per GPU, next to Ulysses and torch's context_parallel
+    ring-128k       likewise at 128k
+    tests           tests/parallel/test_gpu.py on eight ranks, without sweeps of accuracy
+    tests-accuracy  those of `copy` on eight ranks
+    rehearsal       on one GPU, beforehand: shares of a simulated ring of eight ranks, for `ring`
+    rehearsal-128k  likewise for `ring-128k`
 
 Each writes its results into DIR. For H100s add `--hardware h100`.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -21,16 +24,20 @@ from pathlib import Path
 
 from ringspan import ROOT
 
-LIMIT = 540  # seconds of a command
+LIMIT = 500  # seconds of a command
+GRACE = 20  # seconds between signals after that
 CANDIDATES = "alone,ring-zigzag-copy,ring-zigzag-p2p,ulysses,torch-cp-allgather,torch-cp-alltoall"
 RING = "-m torch.distributed.run --nproc-per-node=8 -m ringspan.parallel.bench --heads 16/16 16/4 --cycles --only " + CANDIDATES
+REHEARSAL = "-m ringspan.parallel.bench.rehearse --ranks 8 --rank 0 3 7 --heads 16/16 16/4 --cycles --rounds 3"
+TESTS = "-m pytest tests/parallel/test_gpu.py -v"
 COMMANDS = {  # of Python
     "step": "-m tests.trainer.memory.long_steps run qwen3-8b-1m-8-{hardware} --out {out}",
     "ring": RING + " --tokens 8k 32k --rounds 5 --rep 120 --json {out}/ring-8-{hardware}.json",
     "ring-128k": RING + " --tokens 128k --rounds 3 --rep 300 --json {out}/ring-8-128k-{hardware}.json",
-    "tests": "-m pytest tests/parallel/test_gpu.py -v --junitxml={out}/tests-8.xml -k '8 or 4-2'",
-    "rehearsal": "-m ringspan.parallel.bench.rehearse --ranks 8 --rank 0 3 7 --tokens 8k 32k --heads 16/16 16/4 --cycles "
-    "--rounds 3 --json {out}/rehearsal-8-{hardware}.json",
+    "tests": TESTS + " --junitxml={out}/tests-8.xml -k '8 and not accurate and not equals'",
+    "tests-accuracy": TESTS + " --junitxml={out}/tests-accuracy-8.xml -k '8-1 and copy and (accurate or equals)'",
+    "rehearsal": REHEARSAL + " --tokens 8k 32k --json {out}/rehearsal-8-{hardware}.json",
+    "rehearsal-128k": REHEARSAL + " --tokens 128k --json {out}/rehearsal-8-128k-{hardware}.json",
 }
 
 
@@ -51,10 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
         print(f"{args.name}: ended after {LIMIT} s", file=sys.stderr)
-        return 1
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # pytest writes its report on the first
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+            break
+    return 1
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     def pool(size: int, transport: str = "") -> Pool:
         """With too few GPUs, ranks share them if the transport is one of copy engines."""
         is_shared = torch.cuda.device_count() < size
-        has_peers = torch.cuda.device_count() > 1 and size <= 4  # one GPU has no peer memory
-        if is_shared and not (transport in COPY_TRANSPORTS and has_peers):
+        can_share = transport in COPY_TRANSPORTS and torch.cuda.device_count() > 1 and size <= 4  # one GPU has no peer memory
+        if is_shared and not can_share:
             pytest.skip(f"needs {size} GPUs, this host has {torch.cuda.device_count()}")
         if size not in started:
             environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if is_shared else {}

@@ -58,7 +58,8 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     steps = flags.GROUP * (tile.end - tile.begin)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     v_operand = select(memory.v, CONSUMER_ID)
-    if not TIGHT and flags.TAIL_DV == 0:  # in registers, which halves the shared memory reads of the matmul for dP
+    # in registers, which halves the shared memory reads of the matmul for dP; two chunks would spill
+    if not TIGHT and flags.TAIL_DV == 0:
         v_operand = load_operand(v_operand, gl.DotOperandLayout(0, S_LAYOUT, 2))
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:

@@ -100,7 +100,10 @@ CASES = [
 ]
 
 # Head dims of q and k, and of v, that kernels compute in two chunks or without all of their padding, with some of the masks.
-CHUNKED = [(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (192, 192), (64, 96), (128, 80), (112, 112), (104, 192)]
+CHUNKED = [
+    *[(96, 96), (192, 128), (80, 80), (160, 160), (72, 136), (112, 112)],
+    *[(192, 192), (64, 96), (128, 80), (104, 192), (80, 64), (64, 80)],
+]
 CHUNKED_CASES = [
     replace(case, name=f"{case}-{width}-{v_width}", width=width, v_width=v_width)
     for case, (width, v_width) in zip(

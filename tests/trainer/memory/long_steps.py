@@ -38,7 +38,7 @@ COMMON = [
     "data=recall", "data.batch=1", "schedule.warmup=0", "checkpoint=none", "evaluate.batches=0",
     "evaluate.sample=0", "debug.watchdog=0", "parallel.timeout=900", "tracking.log_every=1",
 ]  # fmt: skip
-WARM_UP = 131072  # tokens: two chunks of the plans' rows
+WARM_UP = 131072  # tokens: one or two chunks of the plans' rows on each rank
 HOST_GIB = 125  # of each GPU's share of the host
 EVERY = 1.0  # seconds between two looks at a run's metrics
 
@@ -66,8 +66,9 @@ RUNS = {
     "8b-8-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=8 data.length=512k"),
     "8b-4-layers-512k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=512k"),
     "8b-4-layers-384k-h100": LongRun(f"{WIDTH_8B} model.layers=4 data.length=384k"),
-    "8b-512k-4-h100": LongRun("model=llama-8b engine=zero3 parallel.ring=4 data.length=512k", gpus=4),
-    # chunks of 16,384 rows, as each of eight ranks has in the warm-up
+    "8b-512k-4-h100": LongRun(
+        "model=llama-8b engine=zero3 parallel.ring=4 data.length=512k", gpus=4, plan="x/1@16 outs=32@32 rows=32768"
+    ),
     "qwen3-8b-1m-8-h100": LongRun("experiment=qwen3_8b_1m", gpus=8, plan="x/1@1 outs=36@36 rows=16384"),
     "qwen3-8b-1m-8-h200": LongRun("experiment=qwen3_8b_1m", "h200", gpus=8, plan="x/1 outs=36 rows=16384"),
     "1b-1m-h100": LongRun(f"{ONE_B} data.length=1000000"),
