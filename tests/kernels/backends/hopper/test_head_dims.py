@@ -92,19 +92,21 @@ def no_load_of_second_chunk(descriptors, b, h, row, full, tiles, slot):
 
 
 @gluon.jit
-def scores_of_columns_80_to_95_twice(left, right, zero, WIDTH: gl.constexpr):
+def scores_with_last_columns_from(left, right, zero, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     left, right = left[0], right[0]
     product = warpgroup_mma(left.slice(0, 64, 1), right.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
     product = warpgroup_mma(left.slice(64, 32, 1), right.slice(64, 32, 1).permute((1, 0)), product, is_async=True)
-    return warpgroup_mma(left.slice(80, 16, 1), right.slice(80, 16, 1).permute((1, 0)), product, is_async=True)
+    return warpgroup_mma(left.slice(LEFT, 16, 1), right.slice(RIGHT, 16, 1).permute((1, 0)), product, is_async=True)
+
+
+@gluon.jit
+def scores_of_columns_80_to_95_twice(left, right, zero, WIDTH: gl.constexpr):
+    return scores_with_last_columns_from(left, right, zero, 80, 80)
 
 
 @gluon.jit
 def scores_of_wrong_columns(left, right, zero, WIDTH: gl.constexpr):
-    left, right = left[0], right[0]
-    product = warpgroup_mma(left.slice(0, 64, 1), right.slice(0, 64, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    product = warpgroup_mma(left.slice(64, 32, 1), right.slice(64, 32, 1).permute((1, 0)), product, is_async=True)
-    return warpgroup_mma(left.slice(96, 16, 1), right.slice(80, 16, 1).permute((1, 0)), product, is_async=True)
+    return scores_with_last_columns_from(left, right, zero, 96, 80)
 
 
 @gluon.jit
