@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ringspan import Mask, attention
 from ringspan.kernels.backends.choose import choose_backend
+from ringspan.kernels.backends.hopper import tile_sizes
 from ringspan.kernels.blocks import block_forward
 from ringspan.kernels.runtime import call_cache
 from ringspan.kernels.segments import one_segment
@@ -51,7 +52,9 @@ def test_sweep_of_wide_heads_on_hopper(case: Case, poisoned_memory: None) -> Non
 @pytest.mark.hopper
 @pytest.mark.parametrize("growth", [1, 13])
 @pytest.mark.parametrize("case", CHUNKED_CASES, ids=str)
-def test_sweep_of_head_dims_in_chunks(case: Case, growth: int, poisoned_memory: None) -> None:
+def test_sweep_of_head_dims_in_chunks(case: Case, growth: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if growth == 1:  # every window is a long one
+        monkeypatch.setattr(tile_sizes, "SHORT_WINDOWS", {})
     check_case(case.grown(growth), "hopper", torch.bfloat16, "cuda")
 
 
@@ -103,6 +106,8 @@ LONG = {  # name: (length, head dim of q and k, of v, mask)
     "causal-16k-d112": (16384, 112, 112, lambda n: Mask(causal=True)),
     "full-16k-d80": (16384, 80, 80, lambda n: Mask()),
     "window-32k-d160": (32768, 160, 160, lambda n: Mask(causal=True, window=4096)),
+    "window-16k-d120": (16384, 120, 120, lambda n: Mask(causal=True, window=4096)),
+    "short-window-16k-d96": (16384, 96, 96, lambda n: Mask(causal=True, window=2047)),
 }
 
 

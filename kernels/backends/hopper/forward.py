@@ -276,8 +276,9 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
 def launch(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -> Launch:
     """Return the launch for a block that is one ascending range, with tensors that the TMA can read."""
     q, k, v = block.q, block.k, block.v
-    tensors = kernel_tensors(q, k, v, block.mask.bounds(q.device), carry, out, lse)
-    return Launch(attention_forward, forward_arguments, tensors, common_arguments(block, tiles_for("forward", q, v)))
+    bounds = block.mask.bounds(q.device)
+    tensors, tiles = kernel_tensors(q, k, v, bounds, carry, out, lse), tiles_for("forward", q, v, bounds)
+    return Launch(attention_forward, forward_arguments, tensors, common_arguments(block, tiles))
 
 
 def replay(cached: CachedLaunch, *args: Any) -> None:

@@ -40,6 +40,7 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
     "d80-causal": (80, 80, torch.bfloat16, 8, 8, {}),
     "d96-causal": (96, 96, torch.bfloat16, 8, 8, {}),
     "d96-ring": (96, 96, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
+    "d96-window": (96, 96, torch.bfloat16, 8, 8, dict(mask=Mask(causal=True, window=1024))),  # tiles of short windows
     "d112-causal": (112, 112, torch.bfloat16, 8, 8, {}),
     "d160-causal": (160, 160, torch.bfloat16, 8, 8, {}),
     "d128-ring": (128, 128, torch.bfloat16, 8, 2, dict(mask=PACKED, at=ZIGZAG, carry=True)),
@@ -55,7 +56,7 @@ CONFIGURATIONS = {  # name: (head dim, value head dim, dtype, heads, key heads, 
 ALL_CHIPS = ("d128-causal", "d64-causal")
 # Portable kernels are the same without a mask, with ordered sums and with fp32 results; with documents they are d128-ring's.
 # Of head dims in two chunks they compile d96-causal and d192-128.
-CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d112-causal", "d160-causal", "d192-128-ring")
+CHUNKED = ("d80-causal", "d96-causal", "d96-ring", "d96-window", "d112-causal", "d160-causal", "d192-128-ring")
 ONLY_GLUON = (
     *("d128-docs", "d128-full", "d128-block", "d128-sums", "d128-ordered"),
     *(name for name in CHUNKED if name != "d96-causal"),

@@ -23,7 +23,7 @@ GROUPS = ("hopper", "sm_90")
 # dims in two chunks are compiled by the installed Triton only.
 INSTALLED_ONLY = (
     *("d128-block", "sum_and_cast", "sm_90/d128-softcap/attention_backward", "sm_90/d96-causal"),
-    *("d80-causal", "d112-causal", "d160-causal", "d96-ring", "d192-128-ring"),
+    *("d80-causal", "d112-causal", "d160-causal", "d96-ring", "d96-window", "d192-128-ring"),
     *("d128-visible/attention_forward", "d128-visible/attention_backward_dq"),
 )
 KERNELS = [name for name in KERNEL_NAMES if name.startswith(GROUPS) and not any(kernel in name for kernel in INSTALLED_ONLY)]

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from ringspan import Mask
+from ringspan.kernels.backends.hopper import tile_sizes
 from ringspan.kernels.backends.hopper.backward_consumer import store_columns as store_gradients
 from ringspan.kernels.backends.hopper.chunks import accumulate_chunk
 from ringspan.kernels.backends.hopper.forward_outputs import load_carry_chunk as load_carry
@@ -38,10 +40,19 @@ def test_chunks_of_head_dims() -> None:
     assert all(sum(chunks(width)) >= width for width in range(1, 257))
 
 
+@pytest.mark.parametrize("width, consumers", [(80, [3, 3, 3, 3]), (96, [2, 2, 3, 3]), (112, [2, 3, 3, 3]), (128, [2, 2, 2, 2])])
+def test_short_windows_take_tiles_of_fewer_queries(width: int, consumers: list[int]) -> None:
+    x = torch.empty(1, 8192, 1, width, device="meta")
+    masks = [Mask(window=(1000, 1047)), Mask(causal=True, window=4096), Mask(causal=True, window=4097), Mask(causal=True)]
+    assert [tile_sizes.tiles_for("forward", x, x, mask.bounds())["CONSUMERS"] for mask in masks] == consumers
+
+
 @emulated
 @pytest.mark.parametrize("case", CHUNKED_CASES, ids=str)
 def test_masks_with_head_dims_in_chunks(case: Case, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = zlib.crc32(str(case).encode())
+    if seed % 2:  # every window is a long one
+        monkeypatch.setattr(tile_sizes, "SHORT_WINDOWS", {})
     emulate(monkeypatch, seed, resident=1 + seed % 4)
     check_case(case.grown(3), "hopper", torch.bfloat16 if seed % 3 else torch.float16, "cpu")
 
