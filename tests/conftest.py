@@ -40,7 +40,7 @@ EVERY_NTH = {
     "test_a_block_without_visible_keys_changes_nothing": 3, "test_fence_after_arrival_is_too_late": 0,
     "test_a_checkout_compared_with_itself": 0, "test_nothing_after_the_last_row_counts": 4,
     "test_equals_dense_attention_of_each_document": 5, "test_launches_do_not_depend_on_the_number_of_documents": 2,
-    "test_a_forward_with_gradients_compiles_its_backward_in_a_thread": 2, "test_a_kernel_is_within_the_limits_of_the_chip": 3,
+    "test_a_forward_with_gradients_compiles_its_backward_in_a_thread": 2, "test_a_kernel_is_within_the_limits_of_the_chip": 5,
     "test_equals_attention": 3,
     # parallel
     "test_properties_hold_in_any_order": 11, "test_properties_hold_over_calls_of_different_shapes": 5,
@@ -68,7 +68,8 @@ EVERY_NTH = {
     "test_memory_plans_change_no_number": 3, "test_gradients_equal_those_of_the_plain_step": 2,
     "test_random_words_replace_parts_of_training_templates_only": 3, "test_warm_up_changes_no_number": 3,
     "test_a_rank_whose_loss_is_not_finite_is_named_and_the_run_goes_on": 0,
-    "test_no_rank_outlives_its_supervisor": 4, "test_a_resume_from_a_cold_start": 0,
+    "test_no_rank_outlives_its_supervisor": 4, "test_tests_of_eight_ranks_are_selected": 2,
+    "test_each_row_is_printed_as_soon_as_it_is_known": 0, "test_a_resume_from_a_cold_start": 0,
     "test_signal_to_one_rank_saves_and_stops_all": 3,
     "test_signal_is_handled_in_every_phase": 4, "test_steps_with_a_non_finite_gradient_on_one_rank_are_skipped_and_counted": 2,
     "test_finished_run_that_trains_again_and_is_killed_is_not_finished": 2, "test_checkpoints_of_a_compiled_layer": 0,

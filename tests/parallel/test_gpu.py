@@ -60,6 +60,8 @@ def gpus() -> Iterator[Callable[..., Pool]]:
     [
         BF16,
         replace(BF16, name="mha", heads=(8, 8), widths=(128, 128)),
+        replace(BF16, name="head-dim-96", widths=(96, 96)),
+        replace(BF16, name="head-dims-192-128", widths=(192, 128)),
         replace(BF16, name="contiguous", kind="contiguous"),
         replace(BF16, name="striped", kind="striped"),
         replace(BF16, name="full", mask={}),

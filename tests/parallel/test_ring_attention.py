@@ -159,8 +159,10 @@ HOPPER = RingCase("hopper", length=300, heads=(4, 2), widths=(64, 64), mask=CAUS
         ),
         (replace(HOPPER, kind="striped", widths=(128, 64), options=dict(softcap=4.0)), 2, 1, "copy_all"),
         (replace(HOPPER, mask={}), 2, 2, "p2p"),
+        (replace(HOPPER, widths=(96, 96)), 3, 1, "copy"),
+        (replace(HOPPER, heads=(2, 1), widths=(192, 128)), 2, 1, "copy"),
     ],
-    ids=["copy", "parts", "window", "documents", "striped", "ulysses"],
+    ids=["copy", "parts", "window", "documents", "striped", "ulysses", "head dim 96", "head dims 192 and 128"],
 )
 def test_hopper_kernels_are_as_accurate_in_a_ring(case: RingCase, ring: int, ulysses: int, transport: str, pools) -> None:
     """Their source in the emulator: RMS error in bf16 ≤ 1.05 × that of one call."""

@@ -92,11 +92,12 @@ def test_each_row_is_printed_as_soon_as_it_is_known(one_rank: dict) -> None:
     assert len(rows) == 1 and len(rows[0].removeprefix(str(REFERENCE)).split()) == 3
 
 
-def test_deviating_gradient_is_detected(one_rank: dict) -> None:
-    name = next(iter(one_rank["gradients"]))
-    off = one_rank | dict(gradients=one_rank["gradients"] | {name: [x * 1.0001 for x in one_rank["gradients"][name]]})
-    row = parity.compare(off, one_rank)
-    assert row["where"] == name and 5e-5 < row["gradients"] < 2e-4
+def test_deviating_gradient_is_detected() -> None:
+    expected = dict(losses=[2.0, 1.0], gradients=dict(embedding=[3.0, -4.0], head=[0.5, -0.1]))
+    off = dict(losses=[2.0, 1.001], gradients=expected["gradients"] | dict(head=[0.5, -0.10005]))
+    assert parity.compare(expected, expected) == dict(loss=0, gradients=0, where="embedding")
+    row = parity.compare(off, expected)
+    assert row["where"] == "head" and row["gradients"] == pytest.approx(1e-4) and row["loss"] == pytest.approx(1e-3)
 
 
 @pytest.mark.slow

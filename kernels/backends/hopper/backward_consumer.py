@@ -45,8 +45,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     DTYPE: gl.constexpr = memory.q[0].dtype
     zero = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     selector = stats_selector(S_LAYOUT)
-    dk = zero_accumulators(flags.BLOCK_D, flags.TAIL_D)
-    dv = zero_accumulators(flags.BLOCK_DV, flags.TAIL_DV)
+    dk, dv = zero_accumulators(flags.BLOCK_D, flags.TAIL_D), zero_accumulators(flags.BLOCK_DV, flags.TAIL_DV)
     key = tile.first_key + OFFSET + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
     key_ok = key < tile.end_key
@@ -64,8 +63,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
         wait_full(barriers.q_full, 0, STAGES)
-        k_half = select_rows(memory.k, 0, OFFSET)
-        s = matmul_minus_stats(k_half, select(memory.q, 0), zero, selector, memory.stats.index(0), flags.D)
+        s = start_scores(select_rows(memory.k, 0, OFFSET), memory, 0, zero, selector, flags)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
         k_half = select_rows(memory.k, 0, OFFSET)
@@ -78,7 +76,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         slot = i % STAGES
         q = select(memory.q, slot)
         dout = select(memory.dout, slot)
-        lse, delta = memory.stats.index(2 * slot), memory.stats.index(2 * slot + 1)
+        delta = memory.stats.index(2 * slot + 1)
         if TIGHT:  # the consumers alternate, and consumer 0 starts
             mbarrier.wait(barriers.exchange[CONSUMER_ID].index(0), (i & 1) ^ (1 - CONSUMER_ID))
             wait_full(barriers.q_full, i, STAGES)
@@ -86,7 +84,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         # near the diagonal a tile's queries may see only the other consumer's keys
         if (marks & (2 << CONSUMER_ID) if TIGHT else 1) != 0:
             if TIGHT:
-                s = matmul_minus_stats(k_half, q, zero, selector, lse, flags.D)
+                s = start_scores(k_half, memory, slot, zero, selector, flags)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_per_thread(barriers.exchange[1 - CONSUMER_ID].index(0))
             else:
@@ -110,17 +108,27 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
             else:  # the next tile's scores; after the last tile they are computed from stale data and discarded
                 if i + 1 < steps:
                     wait_full(barriers.q_full, i + 1, STAGES)
-                next_slot = (i + 1) % STAGES
-                next_q, next_lse = select(memory.q, next_slot), memory.stats.index(2 * next_slot)
-                s = matmul_minus_stats(k_half, next_q, zero, selector, next_lse, flags.D)
+                s = start_scores(k_half, memory, (i + 1) % STAGES, zero, selector, flags)
                 dk, dv, s = wait_matmuls(0, dk, dv, s)
         else:
-            arrive_per_thread(barriers.exchange[1 - CONSUMER_ID].index(0))
-            ds_slot = wait_free(barriers.ds_free, i, flags.DS_STAGES)
-            memory.ds.index(ds_slot).slice(OFFSET, 64).store(gl.zeros([64, 64], DTYPE, S_LAYOUT))
-            fence_and_arrive(barriers.ds_full.index(ds_slot))
+            skip_tile(memory, barriers, i, flags, S_LAYOUT, DTYPE, CONSUMER_ID)
         arrive_per_thread(barriers.q_free.index(slot))
     store_gradients(dk, dv, memory, barriers, tile, outputs, rules, flags, key, key_ok, steps, CONSUMER_ID)
+
+
+@gluon.jit
+def start_scores(k_half, memory, slot, zero, selector, flags: gl.constexpr):
+    """Start the scores of 64 keys and the queries of a slot, minus lse."""
+    return matmul_minus_stats(k_half, select(memory.q, slot), zero, selector, memory.stats.index(2 * slot), flags.D)
+
+
+@gluon.jit
+def skip_tile(memory, barriers, i, flags: gl.constexpr, S_LAYOUT: gl.constexpr, DTYPE: gl.constexpr, CONSUMER_ID: gl.constexpr):
+    """Pass the turn to the other consumer and store a dS of zeros: this one's keys see no query of the tile."""
+    arrive_per_thread(barriers.exchange[1 - CONSUMER_ID].index(0))
+    ds_slot = wait_free(barriers.ds_free, i, flags.DS_STAGES)
+    memory.ds.index(ds_slot).slice(CONSUMER_ID * 64, 64).store(gl.zeros([64, 64], DTYPE, S_LAYOUT))
+    fence_and_arrive(barriers.ds_full.index(ds_slot))
 
 
 @gluon.jit

@@ -13,6 +13,8 @@ import torch
 
 from ringspan import Layout, attention
 from ringspan.parallel import ring, ring_overlapped
+from ringspan.parallel.gradient_return import GradientReturn
+from ringspan.parallel.ring_overlapped import LaunchedKernel
 from ringspan.parallel.transport import copy_engine, select, streams
 from ringspan.parallel.transport.base import KVPrefetch
 from ringspan.parallel.transport.copy_engine import CopyEngineTransport
@@ -160,6 +162,28 @@ def unneeded_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVPrefetch, "wait", wait_for_all)
 
 
+def unfinished_kernel(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are sent before the kernel that writes them has ended."""
+    patch.setattr(ring_overlapped, "LaunchedKernel", lambda completion, *step: LaunchedKernel(lambda: None, *step))
+
+
+def unfinished_half(patch: pytest.MonkeyPatch) -> None:
+    """The local block's last half is added before its kernel has ended."""
+    finish = GradientReturn.finish
+    patch.setattr(GradientReturn, "finish", lambda self, last_sums, dk, dv, *_: finish(self, last_sums, dk, dv))
+
+
+def unjoined_sums(patch: pytest.MonkeyPatch) -> None:
+    """A call does not wait for the stream of sums."""
+    start = GradientReturn.__init__
+
+    def start_and_patch(self: GradientReturn, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        patch.setattr(self.sum_stream, "join", lambda: None)
+
+    patch.setattr(GradientReturn, "__init__", start_and_patch)
+
+
 @pytest.mark.parametrize("loop", RINGS, ids=["ring", "overlapped"])
 @pytest.mark.parametrize(
     "fault, violated",
@@ -171,11 +195,16 @@ def unneeded_wait(patch: pytest.MonkeyPatch) -> None:
         (unread_gradients, "before rank"),
         (wrong_owner, "are visible"),
         (unneeded_wait, "waits for"),
+        (unjoined_sums, "memory that"),
+        (unfinished_kernel, "memory that"),
+        (unfinished_half, "memory that"),
     ],
 )
 def test_a_fault_violates_a_property(
     fault: Callable[[pytest.MonkeyPatch], None], violated: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if loop is ring and fault in (unfinished_kernel, unfinished_half):
+        pytest.skip("all kernels of the plain ring are on the caller's stream")
     monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0)
     for seed in range(2):
         assert violations(loop, [EVEN], 4, seed, "p2p") == []

@@ -90,7 +90,8 @@ def test_answers_follow_from_the_facts_before_them(family: str, part: str) -> No
 
 def test_facts_are_at_all_depths_and_evaluation_asks_at_the_end() -> None:
     for part in PARTS:
-        answers = [source("single", part).answers(number) for number in range(60)]
+        task = source("single", part)
+        answers = [task.answers(number) for number in range(60)]
         depth = np.concatenate([each.depth for each in answers])
         first = np.concatenate([each.positions[:, 0] for each in answers])
         assert (np.histogram(depth, 8, (0, 0.85))[0] > 60).all()

@@ -208,7 +208,8 @@ def test_tiles_of_all_head_dims_fit_into_shared_memory(width: int, monkeypatch: 
         lse = torch.zeros(1, 1, 64)
         sums = [torch.zeros(x.shape) for x in (q, k, v)]
         options = dict(softcap=9.0, backend="hopper")
-        calls = [partial(block_forward, q, k, v, None, last=last, **options) for last in (True, False)]
+        masks = None, Mask(window=9)
+        calls = [partial(block_forward, q, k, v, mask, last=last, **options) for last in (True, False) for mask in masks]
         calls.append(partial(block_backward, dout, q, k, v, lse, lse, None, None, None, *sums, **options))
         for call in calls:
             num_bytes = 0
