@@ -13,6 +13,11 @@ from ringspan.parallel.transport.base import Transport, split_by_piece
 from ringspan.parallel.transport.buffers import Rows
 from ringspan.parallel.transport.streams import Wait
 
+# NCCL's kernel starts some microseconds after the work that it waits for. Without a pause, an attention kernel on the caller's
+# stream starts before it and occupies all SMs, and the transfer begins only when that kernel ends. 10,000 cycles are 5 µs;
+# 2,000 are too few on an H200 (docs/results/ring-p2p-pause-h200.json).
+PAUSE_CYCLES = 10_000
+
 
 class P2PTransport(Transport):
     def __init__(self, groups: RingGroups, plan: Plan, device: torch.device) -> None:
@@ -71,6 +76,8 @@ class P2PTransport(Transport):
             if is_grouped:
                 awaited = ", ".join(dict.fromkeys(transfers))
                 works.append((group._end_coalescing(self.device), awaited))
+                if self.device.type == "cuda":
+                    torch.cuda._sleep(PAUSE_CYCLES)
 
         def wait() -> None:
             for work, transfer in reversed(works):  # receives first: a missing one names the rank that is late

@@ -254,22 +254,6 @@ def compare_relative(case: RingCase) -> dict[str, float]:
     return {name: error / max(1.0, sizes[name]) for name, error in errors.items()}
 
 
-def stall_on_gpu(transport: str, reads: bool) -> None:
-    """Rank 1 stalls for 30 s before a call of the other ranks, which wait for the GPU or read a value from it."""
-    layout = Layout("zigzag", 512, dist.get_world_size())
-    q, k, v = (torch.randn(1, layout.local_length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    for _ in range(4):
-        ring_attention(q, k, v, Mask(**CAUSAL), layout=layout, transport=transport)
-    torch.cuda.synchronize()
-    if dist.get_rank() == 1:
-        time.sleep(30)
-        return
-    out = ring_attention(q, k, v, Mask(**CAUSAL), layout=layout, transport=transport)
-    if reads:
-        out.sum().item()
-    torch.cuda.synchronize()
-
-
 def run_bench(argv: list[str]) -> int:
     return bench.main(argv)
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from ringspan import Layout, Mask
@@ -48,3 +49,16 @@ def test_a_step_is_one_grouped_call_without_copies() -> None:
     sends = [("send", 2, tag, x.data_ptr()) for tag, x in enumerate((k, v))]
     assert group.calls == [("start",), *sends, *receives, ("end",), ("wait",)]
     assert gradient_group.calls == []
+
+
+def test_nccl_may_start_before_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RecordingGroup()
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: group.calls.append(("pause", cycles > 0)))
+    plan = make_plan(Layout("zigzag", 32, 4), Mask(causal=True), rank=1)
+    transport = P2PTransport(RingGroups(group, group, True, [0, 1, 2, 3], 1.0), plan, torch.device("cuda", 0))
+    k, v = torch.zeros(1, 8, 2, 16), torch.zeros(1, 8, 2, 16)
+    transport.publish_kv(k, v)
+    transport.fetch(1, 0, new_rows(plan.steps[1].num_keys, k, v))
+    send_buffer = transport.send_buffer(0, plan.steps[1].num_keys, torch.zeros(0, 1, 2, 32))
+    transport.return_gradients(1, 0, send_buffer, torch.zeros(sum(map(len, plan.sends[1])), 1, 2, 32))
+    assert [call[0] for call in group.calls if call[0] not in ("send", "recv")] == ["start", "end", "pause"] * 2
