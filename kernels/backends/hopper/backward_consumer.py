@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
     load_operand,
+    load_tail,
     multiply_transposed,
     select,
     select_rows,
@@ -56,26 +57,27 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         hi = gl.where(key_ok, hi, -MAX_POSITION)
     steps = flags.GROUP * (tile.end - tile.begin)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    v_operand = select(memory.v, CONSUMER_ID)
-    # in registers, which halves the shared memory reads of the matmul for dP; two chunks would spill
-    if not TIGHT and flags.TAIL_DV == 0:
-        v_operand = load_operand(v_operand, gl.DotOperandLayout(0, S_LAYOUT, 2))
+    # What fits into registers, so that matmuls read less shared memory: k's second chunk with TIGHT, else v if it has only one.
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
+    k_operand, v_operand = select_rows(memory.k, 0, OFFSET), select(memory.v, CONSUMER_ID)
+    if TIGHT:
+        k_operand = load_tail(k_operand, OPERAND)
+    elif flags.TAIL_DV == 0:
+        v_operand = load_operand(v_operand, OPERAND)
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
         wait_full(barriers.q_full, 0, STAGES)
-        s = start_scores(select_rows(memory.k, 0, OFFSET), memory, 0, zero, selector, flags)
+        s = start_scores(k_operand, memory, 0, zero, selector, flags)
         s = warpgroup_mma_wait(0, deps=(s,))
     for i in range(steps):
-        k_half = select_rows(memory.k, 0, OFFSET)
-        v_half = v_operand
+        k_half, v_half = k_operand, v_operand
         if TIGHT:
             # 0, which the compiler cannot know: otherwise it keeps the address of each slice of k and v in a register
             opaque_zero = i >> 30
-            k_half = select_rows(memory.k, opaque_zero, OFFSET)
+            k_half = select_rows(memory.k, opaque_zero, OFFSET)[:1] + k_operand[1:]
             v_half = select(memory.v, opaque_zero + CONSUMER_ID)
         slot = i % STAGES
-        q = select(memory.q, slot)
-        dout = select(memory.dout, slot)
+        q, dout = select(memory.q, slot), select(memory.dout, slot)
         delta = memory.stats.index(2 * slot + 1)
         if TIGHT:  # the consumers alternate, and consumer 0 starts
             mbarrier.wait(barriers.exchange[CONSUMER_ID].index(0), (i & 1) ^ (1 - CONSUMER_ID))
