@@ -1,7 +1,7 @@
 """Choose the backend of a call by name, or for "auto" by device and inputs.
 
     hopper      sm_90, bf16 or fp16, no dropout, scale ≥ 1e-30
-    triton      any other call on a GPU with head dims up to 256, except in fp64
+    triton      any other call with head dims up to 256, except in fp64, on a GPU with 80 KB of shared memory (AMD: 64)
     chunked     everything else
 
 RINGSPAN_LOG=1 prints each choice once, with the reason.
@@ -16,9 +16,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ringspan.kernels.runtime.triton_compat import hopper_runs_on, triton_runs_on
+from ringspan.kernels.runtime.triton_compat import hopper_runs_on, shared_memory, triton_runs_on
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
+# Of the portable kernels with any head dim: fp32 takes 80 KB, but 16 KB on AMD, where 256 with softcap takes most.
+MIN_SHARED_MEMORY = 64 * 2**10 if torch.version.hip else 80 * 2**10
 MODULES = {  # name: (module of the forward, module of the backward)
     "reference": ("reference", "reference"),
     "chunked": ("chunked", "chunked"),
@@ -62,6 +64,8 @@ def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
         return "has no fp64"
     if q.device.type != "meta" and not triton_runs_on(q.device):
         return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
+    if (available := shared_memory(q.device)) < MIN_SHARED_MEMORY:
+        return f"needs {MIN_SHARED_MEMORY >> 10} KB of shared memory, this GPU has {available >> 10} KB"
     widest = max(q.shape[-1], v.shape[-1])
     return f"takes head dims up to 256, not {widest}" if widest > 256 else None
 

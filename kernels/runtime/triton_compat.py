@@ -3,6 +3,7 @@
 import dis
 import functools
 import os
+import sys
 from typing import Any
 
 import torch
@@ -67,6 +68,15 @@ def _chip(index: int) -> str:
 def triton_runs_on(device: torch.device) -> bool:
     """Return whether the portable kernels run on this device: a GPU, or a CPU with Triton's interpreter."""
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a kernel can have; without a GPU there is no limit."""
+    if device.type != "cuda":
+        return sys.maxsize
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block if torch.version.hip else properties.shared_memory_per_block_optin
 
 
 def hopper_runs_on(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ringspan import attention
+from ringspan.kernels.backends import choose
 from ringspan.kernels.backends.choose import adds_dq_atomically, choose_backend
 from ringspan.kernels.runtime import triton_compat
 
@@ -44,6 +45,17 @@ def test_a_head_dim_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch, capsys
                 choose_backend(name, *inputs)
         assert choose_backend("auto", *inputs) == "chunked"
     assert "attention runs on chunked: triton takes head dims up to 256, not 264" in capsys.readouterr().err
+
+
+def test_a_gpu_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Its kernels would not be launched, so it is an error by name, and `auto` takes the next backend."""
+    monkeypatch.setattr(choose, "shared_memory", lambda device: 64 * 1024)
+    monkeypatch.setenv("RINGSPAN_LOG", "1")
+    q = torch.empty(1, 16, 2, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="'triton' needs 80 KB of shared memory, this GPU has 64 KB: use backend='chunked'"):
+        choose_backend("triton", q, q)
+    assert choose_backend("auto", q, q) == "chunked"
+    assert "chunked: triton needs 80 KB of shared memory" in capsys.readouterr().err
 
 
 def test_the_choice_is_logged_once() -> None:

@@ -69,14 +69,15 @@ def test_carry_with_head_dims_in_chunks(head_dims: tuple[int, int], device: str)
 
 @gluon.jit
 def scores_of_second_chunk_twice(left, right, zero, WIDTH: gl.constexpr):
-    product = warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True)
+    product = warpgroup_mma(left[-1], right[-1].permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(left[1], right[1].permute((1, 0)), product, is_async=True) if len(left) == 2 else product
 
 
 @gluon.jit
 def scores_without_first_chunk(left, right, zero, WIDTH: gl.constexpr):
-    warpgroup_mma(left[0], right[0].permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(left[1], right[1].permute((1, 0)), zero, use_acc=False, is_async=True)
+    for chunk, other in zip(left, right, strict=True):
+        product = warpgroup_mma(chunk, other.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return product
 
 
 @gluon.jit
@@ -94,7 +95,8 @@ def sums_of_first_chunk_twice(weights, right, acc):
 @gluon.jit
 def loads_at_wrong_column(descriptors, b, h, row, full, tiles, slot):
     tma_load(descriptors[0], [b, h, row, 0], full, tiles[0].index(slot))
-    tma_load(descriptors[1], [b, h, row, descriptors[0].block_type.shape[3] - 8], full, tiles[1].index(slot))
+    if len(descriptors) == 2:
+        tma_load(descriptors[1], [b, h, row, descriptors[0].block_type.shape[3] - 8], full, tiles[1].index(slot))
 
 
 @gluon.jit
@@ -125,7 +127,7 @@ def dq_of_first_chunk_twice(ds, k_all, part, zero, BLOCK_D: gl.constexpr):
     if part < BLOCK_D // 64:
         return warpgroup_mma(ds, k_all[0].slice(part * 64, 64, dim=1), zero[0], use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(ds, k_all[0].slice(0, 32, dim=1), zero[1], use_acc=False, is_async=True)
+        return warpgroup_mma(ds, k_all[0].slice(0, zero[1].shape[1], dim=1), zero[1], use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -143,6 +145,11 @@ def gradients_at_wrong_column(value, pointer, strides, b, h, row, row_ok, FIRST,
     store_gradients(value, pointer, strides, b, h, row, row_ok, FIRST - 8 if FIRST > 0 else 0, COLUMNS, ADD)
 
 
+@gluon.jit
+def first_chunk_as_tail(matrices, LAYOUT: gl.constexpr):
+    return matrices[0], matrices[0].slice(0, matrices[1].shape[1], dim=1).load(LAYOUT)
+
+
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in the kernels, the first wrong result)
     "scores: a chunk left out": (dict(multiply_transposed=scores_without_first_chunk), "out"),
     "scores: a chunk used twice": (dict(multiply_transposed=scores_of_second_chunk_twice), "out"),
@@ -155,6 +162,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in th
     "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
     "dk, dv: a wrong offset": (dict(store_columns=gradients_at_wrong_column), "dk"),
 }
+FAULTS_OF_V = [name for name in FAULTS if name.startswith(("sums", "out", "carry"))]
+FAULTS_OF_96 = {"k in registers: a chunk used twice": (dict(load_tail=first_chunk_as_tail), "dq")}
 FAULTS_OF_112 = {
     "scores: columns used twice": (dict(multiply_transposed=scores_of_columns_80_to_95_twice), "out"),
     "scores: a wrong offset": (dict(multiply_transposed=scores_of_wrong_columns), "out"),
@@ -162,17 +171,26 @@ FAULTS_OF_112 = {
 
 
 @emulated
-@pytest.mark.parametrize("width, fault", [*itertools.product([96, 160], FAULTS), *itertools.product([112], FAULTS_OF_112)])
-def test_wrong_chunks_are_found(fault: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "head_dims, fault",
+    [
+        *itertools.product([(96, 96)], [*FAULTS, *FAULTS_OF_96]),
+        *itertools.product([(160, 160)], FAULTS_OF_V),
+        *itertools.product([(192, 128)], [name for name in FAULTS if name not in FAULTS_OF_V]),
+        *itertools.product([(112, 112)], FAULTS_OF_112),
+    ],
+    ids=str,
+)
+def test_wrong_chunks_are_found(fault: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault changes the results that depend on it, and only those."""
-    overrides, first_wrong = (FAULTS_OF_112 if width == 112 else FAULTS)[fault]
-    expected = two_blocks((width, width), "reference", "cpu")
+    overrides, first_wrong = (FAULTS | FAULTS_OF_96 | FAULTS_OF_112)[fault]
+    expected = two_blocks(head_dims, "reference", "cpu")
     emulate(monkeypatch, **overrides)
     if first_wrong == "all tasks wait":
         with pytest.raises(AssertionError, match=first_wrong):
-            two_blocks((width, width), "hopper", "cpu")
+            two_blocks(head_dims, "hopper", "cpu")
         return
-    results = two_blocks((width, width), "hopper", "cpu")
+    results = two_blocks(head_dims, "hopper", "cpu")
     wrong = [
         name
         for name, value, x in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True)
