@@ -227,8 +227,8 @@ def test_each_command_of_a_newcomer_names_the_next(capsys: pytest.CaptureFixture
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 def test_distant_facts_are_recalled_only_through_the_ring(tmp_path: Path, cut: bool) -> None:
-    """A model of laptop size learns recall at 2k, where two ranks hold half each; with the ring cut it guesses, 1 in 8."""
-    options = ["experiment=laptop", "data=recall", "data.length=2048", "data.batch=2", "data.micro_batch=2", "steps=80"]
+    """A model of laptop size learns recall at 1k, where two ranks hold half each; with the ring cut it guesses, 1 in 8."""
+    options = ["experiment=laptop", "data=recall", "data.length=1024", "data.batch=2", "data.micro_batch=2", "steps=80"]
     options += [f"data.sources.recall.{option}" for option in ("keys=4", "facts=0.2", "questions=0.5")]
     batches = 64 if cut else 16  # a chance level is measured on 128 sequences of 4 facts
     options += [f"evaluate.batches={batches}", "evaluate.sample=0", f"debug.cut_ring={cut}"]
