@@ -70,12 +70,15 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a kernel can have; without a GPU there is no limit."""
-    if device.type != "cuda":
-        return sys.maxsize
-    properties: Any = torch.cuda.get_device_properties(device)
+    return _shared_memory(device.index or 0) if device.type == "cuda" else sys.maxsize
+
+
+@functools.cache
+def _shared_memory(index: int) -> int:
+    properties: Any = torch.cuda.get_device_properties(index)
     return properties.shared_memory_per_block if torch.version.hip else properties.shared_memory_per_block_optin
 
 
