@@ -192,7 +192,7 @@ def test_transfers_overlap_kernels(transport: str, tmp_path: Path, gpus) -> None
 def test_nccl_starts_before_the_next_kernel() -> None:
     """A transfer that starts only after the local block makes a forward of 8k tokens 1.27 × as long as with `copy`.
 
-    In processes that have run no profiler, which delays the start of kernels.
+    In processes of its own: a profiler that ran before may delay the start of kernels.
     """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
