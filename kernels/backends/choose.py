@@ -19,7 +19,7 @@ from torch import Tensor
 from ringspan.kernels.runtime.triton_compat import hopper_runs_on, shared_memory, triton_runs_on
 
 BACKENDS = ("reference", "chunked", "triton", "hopper")
-# The most that a portable kernel takes: 80 KB (fp32, head dims above 64); on AMD 64 KB (head dim 256 with softcap).
+# The most that a portable kernel takes with its smallest tiles: 80 KB (fp32, head dims above 64); on AMD 64 KB (256, softcap).
 MIN_SHARED_MEMORY = 64 * 2**10 if torch.version.hip else 80 * 2**10
 MODULES = {  # name: (module of the forward, module of the backward)
     "reference": ("reference", "reference"),

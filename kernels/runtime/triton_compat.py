@@ -60,7 +60,7 @@ def _chip(index: int) -> str:
         return properties.gcnArchName.split(":")[0]
     name = f"sm_{properties.major}{properties.minor}"
     # Tile sizes depend on shared memory: sm_86, sm_89 and sm_120 have 99 KB, data-centre chips 160 KB and more.
-    if properties.shared_memory_per_block_optin < 160 * 1024:
+    if _shared_memory(index) < 160 * 1024:
         return name
     return {8: "sm_80", 9: "sm_90"}.get(properties.major, "sm_100")
 

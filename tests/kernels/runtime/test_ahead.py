@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from ringspan.kernels.backends.choose import MIN_SHARED_MEMORY
 from tests.kernels.runtime import compat
 from tests.kernels.runtime.ahead import (
     CONFIGURATIONS,
     GLUON,
     KERNEL_NAMES,
+    KERNELS,
     NO_RELOADS,
     SM_90,
     SPILL_LIMITS,
@@ -58,6 +60,13 @@ def test_each_configuration_is_compiled_for_hopper() -> None:
 )
 def test_a_kernel_is_within_the_limits_of_the_chip(name: str, compiled: dict[str, dict]) -> None:
     assert not problems(name, compiled[name]), compiled[name]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [f"sm_90/d128-fp32/{kernel}" for kernel in KERNELS])
+def test_fp32_needs_no_more_shared_memory_than_choose_asks_for(name: str, compiled: dict[str, dict]) -> None:
+    """Its tiles are those of all chips."""
+    assert compiled[name]["shared"] <= MIN_SHARED_MEMORY
 
 
 GOOD = {"shared": 1024, "registers": 168, "spills": 0, "warpgroup": True, "log": "", "missing_barrier": "", "reloads": 0}
