@@ -189,18 +189,9 @@ def test_transfers_overlap_kernels(transport: str, tmp_path: Path, gpus) -> None
     assert max(shares) >= 0.5, f"{max(shares):.0%} of the transfer time overlaps a kernel"
 
 
-def test_nccl_starts_before_the_next_kernel() -> None:
-    """A transfer that starts only after the local block makes a forward of 8k tokens 1.27 × as long as with `copy`.
-
-    In processes of its own: a profiler that ran before may delay the start of kernels.
-    """
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    pool = Pool(2, "nccl", timeout=120, on_gpus=True)
-    try:
-        p2p, copy = (pool(functools.partial(gpu_jobs.queued_forward_ms, name), patience=300) for name in ("p2p", "copy"))
-    finally:
-        pool.close()
+def test_nccl_starts_before_the_next_kernel(gpus) -> None:
+    """A transfer that starts only after the local block makes a forward of 8k tokens 1.27 × as long as with `copy`."""
+    p2p, copy = (gpus(2)(functools.partial(gpu_jobs.queued_forward_ms, name), patience=300) for name in ("p2p", "copy"))
     assert max(p2p) <= 1.15 * max(copy), (p2p, copy)
 
 
