@@ -255,10 +255,12 @@ def rehearsal(result: Result) -> str:
 
 
 def mechanisms(result: Result) -> str:
-    """Render the time without each mechanism of the ring, divided by the time with it; then the ring's share and host time."""
+    """Render the time or cycles without each mechanism of the ring, divided by those with it; then the ring's share and host time."""
     shapes = result["shapes"]
+    unit = "mcycles" if result.get("queued") else "ms"
     names = dict.fromkeys(name for shape in shapes.values() for name in shape["rows"] if name not in ("", "alone"))
     title = "rehearsed, " * result["rehearsed"] + f"{result['ranks']} ranks: forward, forward + backward"
+    title += ", clock cycles" if unit == "mcycles" else ""
     lines = [f"| {title} | " + " | ".join(shapes) + " |", "|---" + "|--:" * len(shapes) + "|"]
 
     def line(label: str, name: str, form: Callable[[Result], str]) -> None:
@@ -266,7 +268,7 @@ def mechanisms(result: Result) -> str:
         lines.append(f"| {label} | " + " | ".join(form(row) if "both_ms" in row else "–" for row in rows) + " |")
 
     for name in names:
-        line(name, name, lambda row: f"{row['forward_ms_gain']:.3f}, {row['both_ms_gain']:.3f}")
+        line(name, name, lambda row: f"{row[f'forward_{unit}_gain']:.3f}, {row[f'both_{unit}_gain']:.3f}")
     line("share of the kernel alone", "", lambda row: f"{row['forward_share']:.1%}, {row['both_share']:.1%}")
     line("ms", "", lambda row: f"{row['forward_ms']:.2f}, {row['both_ms']:.2f}")
     host = "host_forward_us", "host_backward_us"
