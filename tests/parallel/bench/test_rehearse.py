@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from ringspan import Mask
-from ringspan.parallel import ring
+from ringspan.parallel import gradient_return, ring
 from ringspan.parallel.bench import rehearse
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
 from ringspan.parallel.transport.select import blocks_per_step
+from tests.parallel import mechanisms
 
 TINY = [
     "--tokens", "48", "--heads", "4/2", "--head-dim", "16", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--rep", "1",
@@ -91,3 +92,20 @@ def test_wrong_options_are_rejected(options: str, reason: str, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         rehearse.main([*TINY, *options.split()])
     assert reason in capsys.readouterr().err
+
+
+def test_every_mechanism_is_measured_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, saved = tmp_path / "mechanisms.json", dict(vars(gradient_return))
+    options = f"--tokens 48 --heads 4/2 --head-dim 16 --dtype fp32 --rounds 1 --rep 1 --json {path}".split()
+    assert mechanisms.main(options) == 0
+    assert mechanisms.main([*options, "--window", "20"]) == 0  # a second shape joins the first
+    assert vars(gradient_return) == saved
+    plain, window = json.loads(path.read_text())["shapes"].values()
+    names = list(plain["rows"])
+    assert names[0] == "" and names[-1] == "alone" and len(names) == 13
+    assert not any("halves, instead" in name for name in window["rows"]) and plain["rank"] in (0, 3)
+    base, one_ring = plain["rows"][""], plain["rows"]["overlapped backward, instead of the plain ring's"]
+    assert base["both_mcycles"] == base["forward_mcycles"] + base["backward_mcycles"]
+    assert one_ring["forward_mcycles"] == base["forward_mcycles"] and one_ring["forward_mcycles_gain"] == 1
+    assert one_ring["backward_mcycles_gain"] == one_ring["backward_mcycles"] / base["backward_mcycles"]
+    assert "stream of casts" in capsys.readouterr().out
