@@ -255,7 +255,7 @@ def rehearsal(result: Result) -> str:
 
 
 def mechanisms(result: Result) -> str:
-    """Render the time or cycles without each mechanism of the ring, divided by those with it; then the ring's share and host time."""
+    """Render time or cycles without each mechanism ÷ those with it; then the ring's share and the host's time."""
     shapes = result["shapes"]
     unit = "mcycles" if result.get("queued") else "ms"
     names = dict.fromkeys(name for shape in shapes.values() for name in shape["rows"] if name not in ("", "alone"))

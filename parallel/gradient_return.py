@@ -161,8 +161,9 @@ class GradientReturn:
         heads, rows = region
         summands = self._summands_in(region, kv_heads, arrived)
         if len(summands) + (self._end_of_sums(region) > heads.start) > limit:
-            self._accumulate(region, summands[: 1 - limit])
-            summands = summands[1 - limit :]
+            surplus = len(summands) - (limit - 1)
+            self._accumulate(region, summands[:surplus])
+            summands = summands[surplus:]
         summed = slice(heads.start, self._end_of_sums(region))
         return [Summand(self.local_sums[rows, :, summed]), *summands] if summed.start < summed.stop else summands
 

@@ -223,6 +223,12 @@ def test_mechanisms_have_a_row_each(repository: Path) -> None:
         "| ms | 1.23, 5.68 | 1.23, 5.68 |",
         "| ms of the host: forward, backward | – | 0.51, 1.02 |",
     ]
+    rows = {"": ring, "a": dict(both_ms=6, forward_mcycles_gain=1.02, both_mcycles_gain=1.01)}
+    assert tables.mechanisms(result | {"queued": True, "shapes": {"8k": {"rows": rows}}}).splitlines()[:3] == [
+        "| rehearsed, 4 ranks: forward, forward + backward, clock cycles | 8k |",
+        "|---|--:|",
+        "| a | 1.020, 1.010 |",
+    ]
 
 
 def test_power_and_utilisation_are_shown_if_measured() -> None:

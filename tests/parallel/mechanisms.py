@@ -2,9 +2,9 @@
 
     python -m tests.parallel.mechanisms --ranks 4 --tokens 8k 32k --heads 16/16 16/4 --json docs/results/NAME.json
 
-A figure is the GPU's clock cycles without the mechanism ÷ those with it, the median over rounds that alternate between all of
-them. The host launches all calls while the GPU sleeps, so its time does not count. It is reported apart. Of the measured ranks,
-rows are those of the slowest one. `rehearse` explains what a rehearsed rank computes, and what "alone" is.
+A figure is the GPU's clock cycles without the mechanism ÷ those with it, the median over rounds that measure all in turns. The
+host launches all calls while the GPU sleeps, so its time does not count. It is reported apart. Of the measured ranks, rows are
+those of the slowest one. `rehearse` explains what a rehearsed rank computes, and what "alone" is.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,13 +27,14 @@ from torch import Tensor
 from ringspan.kernels.bench.clock_cycles import read_clocks
 from ringspan.kernels.bench.measure import DTYPES, machine
 from ringspan.kernels.blocks import output_delta
-from ringspan.kernels.document_tables import SENTINEL
 from ringspan.kernels.mask import Mask
 from ringspan.parallel import gradient_return, ring, ring_overlapped
 from ringspan.parallel.bench import rehearse
 from ringspan.parallel.bench.__main__ import parse_tokens
 from ringspan.parallel.bench.baselines import Setting
+from ringspan.parallel.bench.timing import call_times
 from ringspan.parallel.layout import Layout
+from ringspan.parallel.row_ranges import length
 from ringspan.parallel.transport import select
 from ringspan.parallel.transport.base import Transport
 from ringspan.parallel.transport.streams import CurrentStream, SideStream
@@ -41,6 +42,7 @@ from ringspan.parallel.transport.streams import CurrentStream, SideStream
 Call = Callable[[], Any]
 Patch = tuple[Any, str, Any]  # module, name, replacement
 Rows = dict[str, dict[str, Any]]
+MIN_HOST_CALLS = 3  # of which the host's time is the mean
 OPTIONS: dict[str, Any] = dict(backend="auto", head_start=0)
 
 
@@ -69,6 +71,21 @@ class Times(NamedTuple):
     host_us: float
 
 
+class CastsOnCaller(SideStream):
+    """The stream of casts, except that the casts themselves run on the caller's stream, after the last kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, "casts")
+        self.waits_for_kernels = True
+
+    def run(self) -> AbstractContextManager[object]:
+        is_first, self.waits_for_kernels = self.waits_for_kernels, False
+        return super().run() if is_first else nullcontext()
+
+    def join(self) -> None:
+        pass
+
+
 def without(name: str, replacement: Callable[[torch.device], SideStream]) -> Callable[..., SideStream]:
     """Return a constructor of side streams that replaces the one with this name."""
 
@@ -85,7 +102,9 @@ def whole_and_last(heads: int, keys: int, end: int) -> list[gradient_return.Regi
 
 def variants(problem: Problem) -> dict[str, Variant]:
     """Return the ring without each of the mechanisms that it uses here."""
-    casts = without("casts", lambda device: CurrentStream())
+    (q, k, v, _), mask, transports, _ = problem
+    plans = {way: transport.plan for way, transport in transports.items()}
+    casts = without("casts", CastsOnCaller)
     sums = without("sums", lambda device: CurrentStream())
     filler = without("filler", lambda device: ring_overlapped.kernel_streams(device)[0])
 
@@ -93,26 +112,24 @@ def variants(problem: Problem) -> dict[str, Variant]:
         return [SideStream(device, "kernels 0", priority=-2)]
 
     table = {
-        "local block in halves, instead of whole and first": Variant(
-            "backward", ((gradient_return, "half_regions", gradient_return.whole_region),)
-        ),
-        "local block in halves, instead of whole and last": Variant(
-            "backward", ((gradient_return, "half_regions", whole_and_last),)
-        ),
         "three summands": Variant("backward", ((gradient_return, "MAX_SUMMANDS", 2),)),
         "backward: two kernel streams": Variant("backward", ((ring_overlapped, "kernel_streams", one_stream),)),
         "overlapped backward, instead of the plain ring's": Variant("backward", ring=ring),
         "stream of sums": Variant("backward", ((gradient_return, "SideStream", sums),)),
         "filler stream": Variant("backward", ((ring_overlapped, "SideStream", filler),)),
-        "forward in two halves of heads": Variant("forward", ((ring_overlapped, "SPLIT_HEADS_ABOVE", math.inf),)),
-        "overlapped forward, instead of the plain ring's": Variant("forward", ring=ring),
-        "stream of casts": Variant("forward", ((ring_overlapped, "SideStream", casts),)),
     }
-    if select.num_parts(problem.transports["backward"].plan, *problem.inputs[1:3]) > 1:
+    if sum(map(length, plans["backward"].shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
+        for name, halves in (("first", gradient_return.whole_region), ("last", whole_and_last)):
+            patches = ((gradient_return, "half_regions", halves),)
+            table[f"local block in halves, instead of whole and {name}"] = Variant("backward", patches)
+    if ring_overlapped.equivalent_rows(q.shape[1], mask) * len(plans["forward"].steps) > ring_overlapped.SPLIT_HEADS_ABOVE:
+        patches = ((ring_overlapped, "SPLIT_HEADS_ABOVE", math.inf),)
+        table["forward in two halves of heads"] = Variant("forward", patches)
+        table["overlapped forward, instead of the plain ring's"] = Variant("forward", ring=ring)
+        if plans["forward"].unfinished:
+            table["stream of casts"] = Variant("forward", ((ring_overlapped, "SideStream", casts),))
+    if select.num_parts(plans["backward"], k, v) > 1:
         table["gradients in parts of some heads"] = Variant("backward", ((select, "PART_BYTES", 2**40),))
-    if problem.mask.bounds().left != SENTINEL:  # keys that no other rank reads are computed apart, the others whole
-        for name in ("halves, instead of whole and first", "halves, instead of whole and last"):
-            del table[f"local block in {name}"]
     return table
 
 
@@ -159,7 +176,7 @@ def make_calls(variant: Variant, problem: Problem) -> dict[str, Call]:
 def queued_times(call: Call, calls: int, device: torch.device) -> Times:
     """Measure calls that are launched while the GPU sleeps."""
     if device.type == "cpu":
-        ms = statistics.mean(rehearse.call_times(call, device, calls))
+        ms = statistics.mean(call_times(call, device, calls))
         return Times(ms, ms, 0.0)
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     for sleep_ms in (4 * calls * 4**attempt for attempt in range(5)):
@@ -167,29 +184,29 @@ def queued_times(call: Call, calls: int, device: torch.device) -> Times:
         before, after = (torch.zeros(sm_count, dtype=torch.int64, device=device) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(sleep_ms / 1e3 * rehearse.CLOCK))
-        begun = time.perf_counter()
         start.record()
         read_clocks[(sm_count,)](before, sm_count, num_warps=1)
+        begun = time.perf_counter()
         for _ in range(calls):
             call()
+        host_us = (time.perf_counter() - begun) / calls * 1e6
         read_clocks[(sm_count,)](after, sm_count, num_warps=1)
         end.record()
-        host_us = (time.perf_counter() - begun) / calls * 1e6
         was_ahead = not start.query()
         torch.cuda.synchronize()
-        if was_ahead:
-            is_read = (before > 0) & (after > 0)
+        is_read = (before > 0) & (after > 0)
+        if was_ahead and is_read.any():
             cycles = (after - before)[is_read].double().median().item()
             return Times(start.elapsed_time(end) / calls, cycles / calls / 1e6, host_us)
-    raise RuntimeError("the host launched later than the GPU slept: let nothing else run on this machine")
+    raise RuntimeError("the host launched later than the GPU slept, or no SM was read twice: let nothing else run here")
 
 
 def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float, link: float, dtype: str) -> Rows:
     """Return a row for each mechanism of one rank; "" is the ring with all of them, "alone" the kernel alone."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    length = setting.single_rank_shape(layout.ranks).length
-    single = Layout("contiguous", length, 1)
-    shard, sequence = (rehearse.tensors(setting, n, device, DTYPES[dtype]) for n in (layout.local_length, length))
+    alone = setting.single_rank_shape(layout.ranks).length
+    single = Layout("contiguous", alone, 1)
+    shard, sequence = (rehearse.tensors(setting, n, device, DTYPES[dtype]) for n in (layout.local_length, alone))
     problem = make_problem(shard, layout, setting, rank, link)
     calls = {name: make_calls(variant, problem) for name, variant in {"": Variant("both"), **variants(problem)}.items()}
     with replaced(((rehearse, "blocks_per_step", lambda *_: (1,) * (layout.ranks - 1)),)):
@@ -208,7 +225,7 @@ def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float
                 sample = queued_times(call, counts[way], device)
                 if index:  # the first round also compiles and allocates
                     times[name][way].append(sample)
-    flops = layout.work(setting.mask(layout.length))[rank] / single.work(setting.mask(length))[0]  # ÷ those alone
+    flops = layout.work(setting.mask(layout.length))[rank] / single.work(setting.mask(alone))[0]  # ÷ those alone
     every = {name: with_both_directions(ways, times[""]) for name, ways in times.items()}
     rows: Rows = {}
     for name, ways in every.items():
@@ -221,7 +238,8 @@ def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float
             rows[name][f"{way}_share"] = statistics.median(shares)
     rows[""]["rounds"] = rounds
     for way, samples in times[""].items():
-        rows[""][f"host_{way}_us"] = statistics.median(sample.host_us for sample in samples)
+        if counts[way] >= MIN_HOST_CALLS:
+            rows[""][f"host_{way}_us"] = statistics.median(sample.host_us for sample in samples)
     return rows
 
 
@@ -250,9 +268,19 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"kind": "mechanisms", **machine(device), "dtype": args.dtype, "ranks": args.ranks}
     result |= {"rehearsed": True, "queued": True, "link": args.link, "shapes": {}}
-    if args.json is not None and args.json.exists():
-        result["shapes"] = json.loads(args.json.read_text())["shapes"]
-    command = shlex.join(["python", "-m", "tests.parallel.mechanisms", *(sys.argv[1:] if argv is None else argv)])
+    options = list(sys.argv[1:] if argv is None else argv)
+    if args.json is not None:
+        if not args.json.parent.is_dir():
+            parser.error(f"{args.json.parent} is no folder: make it first")
+        earlier = json.loads(args.json.read_text()) if args.json.exists() else result
+        if differing := [
+            key for key in ("device", "commit", "versions", "dtype", "ranks", "link") if earlier[key] != result[key]
+        ]:
+            parser.error(f"{args.json} is of another {', '.join(differing)}: name another file")
+        result["shapes"] = earlier["shapes"]
+        index = options.index("--json")
+        options = options[:index] + options[index + 2 :]  # the recorded command leaves out the output path
+    command = shlex.join(["python", "-m", "tests.parallel.mechanisms", *options])
     for tokens, heads in itertools.product(args.tokens, args.heads):
         setting = Setting(parse_tokens(tokens), *map(int, heads.split("/")), args.head_dim, args.window)
         layout, start = Layout("zigzag", setting.tokens * args.ranks, args.ranks), time.monotonic()

@@ -84,7 +84,6 @@ def queued_forward_ms(transport: str) -> float:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
-    call_times(
-        10
-    )  # as many calls as are timed: they allocate the buffers of all calls in flight, for which the host would wait
+    # As many calls as are timed: they allocate the buffers of all calls in flight, for which the host would wait.
+    call_times(10)
     return statistics.median(call_times(10)[1:])
