@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from ringspan import Mask
-from ringspan.parallel import gradient_return, ring, ring_overlapped
+from ringspan.parallel import ring
 from ringspan.parallel.bench import rehearse
 from ringspan.parallel.bench.baselines import Setting
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.plan import make_plan
-from ringspan.parallel.transport import select
 from ringspan.parallel.transport.select import blocks_per_step
-from tests.parallel import mechanisms
 
 TINY = [
     "--tokens", "48", "--heads", "4/2", "--head-dim", "16", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--rep", "1",
@@ -93,41 +91,3 @@ def test_wrong_options_are_rejected(options: str, reason: str, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         rehearse.main([*TINY, *options.split()])
     assert reason in capsys.readouterr().err
-
-
-def test_every_mechanism_is_measured_and_comes_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0)
-    modules = gradient_return, ring_overlapped, select, rehearse
-    path, saved = tmp_path / "mechanisms.json", [dict(vars(module)) for module in modules]
-    options = f"--tokens 48 --heads 4/2 --head-dim 16 --dtype fp32 --rounds 1 --rep 1 --rank 0 --json {path}".split()
-    assert mechanisms.main(options) == 0
-    assert mechanisms.main([*options, "--window", "4"]) == 0  # a second shape joins the first
-    assert [dict(vars(module)) for module in modules] == saved
-    plain, window = json.loads(path.read_text())["shapes"].values()
-    names = list(plain["rows"])
-    assert names[0] == "" and names[-1] == "alone" and len(names) == 13 and "--json" not in plain["command"]
-    assert not any("halves, instead" in name for name in window["rows"])
-    base, one_ring = plain["rows"][""], plain["rows"]["overlapped backward, instead of the plain ring's"]
-    assert base["both_mcycles"] == base["forward_mcycles"] + base["backward_mcycles"]
-    assert one_ring["forward_mcycles"] == base["forward_mcycles"] and one_ring["forward_mcycles_gain"] == 1
-    assert one_ring["backward_mcycles_gain"] == one_ring["backward_mcycles"] / base["backward_mcycles"]
-    assert "stream of casts" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        mechanisms.main([*options, "--ranks", "3"])
-    assert "is of another ranks: name another file" in capsys.readouterr().err
-
-
-def test_without_three_summands_no_sum_has_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    add = gradient_return.sum_gradients
-    monkeypatch.setattr(gradient_return, "sum_gradients", lambda terms, *args: (counts.append(len(terms)), add(terms, *args)))
-    setting = Setting(48, 4, 2, 16)
-    shard = rehearse.tensors(setting, 48, torch.device("cpu"), torch.float32)
-    problem = mechanisms.make_problem(shard, Layout("zigzag", 192, 4), setting, 0, link=0)
-    mechanisms.make_calls(mechanisms.Variant("both"), problem)["backward"]()
-    assert max(counts) == 3
-    counts.clear()
-    mechanisms.make_calls(mechanisms.variants(problem)["three summands"], problem)["backward"]()
-    assert max(counts) == 2

@@ -1,6 +1,6 @@
 """Every mechanism of the overlapped ring, on and off, on rehearsed ranks of one GPU.
 
-    python -m tests.parallel.mechanisms --ranks 4 --tokens 8k 32k --heads 16/16 16/4 --json docs/results/NAME.json
+    python -m tests.parallel.bench.mechanisms --ranks 4 --tokens 8k 32k --heads 16/16 16/4 --json docs/results/NAME.json
 
 A figure is the GPU's clock cycles without the mechanism ÷ those with it, the median over rounds that measure all in turns. The
 host launches all calls while the GPU sleeps, so its time does not count. It is reported apart. Of the measured ranks, rows are
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         result["shapes"] = earlier["shapes"]
         index = options.index("--json")
         options = options[:index] + options[index + 2 :]  # the recorded command leaves out the output path
-    command = shlex.join(["python", "-m", "tests.parallel.mechanisms", *options])
+    command = shlex.join(["python", "-m", "tests.parallel.bench.mechanisms", *options])
     for tokens, heads in itertools.product(args.tokens, args.heads):
         setting = Setting(parse_tokens(tokens), *map(int, heads.split("/")), args.head_dim, args.window)
         layout, start = Layout("zigzag", setting.tokens * args.ranks, args.ranks), time.monotonic()
