@@ -16,10 +16,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -135,14 +136,10 @@ def variants(problem: Problem) -> dict[str, Variant]:
 
 @contextmanager
 def replaced(patches: tuple[Patch, ...]) -> Iterator[None]:
-    saved = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    for module, name, value in patches:
-        setattr(module, name, value)
-    try:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
         yield
-    finally:
-        for module, name, value in saved:
-            setattr(module, name, value)
 
 
 def make_problem(inputs: list[Tensor], layout: Layout, setting: Setting, rank: int, link: float) -> Problem:
@@ -226,6 +223,15 @@ def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float
                 if index:  # the first round also compiles and allocates
                     times[name][way].append(sample)
     flops = layout.work(setting.mask(layout.length))[rank] / single.work(setting.mask(alone))[0]  # ÷ those alone
+    rows = make_rows(times, flops)
+    for way, samples in times[""].items():
+        if counts[way] >= MIN_HOST_CALLS:
+            rows[""][f"host_{way}_us"] = statistics.median(sample.host_us for sample in samples)
+    return rows
+
+
+def make_rows(times: dict[str, dict[str, list[Times]]], flops: float) -> Rows:
+    """Return medians over the rounds, and gains and shares within a round, because clocks drift."""
     every = {name: with_both_directions(ways, times[""]) for name, ways in times.items()}
     rows: Rows = {}
     for name, ways in every.items():
@@ -236,10 +242,7 @@ def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float
             shares = [flops * a.mcycles / b.mcycles for a, b in zip(every["alone"][way], samples, strict=True)]
             rows[name] |= {f"{way}_mcycles_gain": statistics.median(gains), f"{way}_mcycles_range": [min(gains), max(gains)]}
             rows[name][f"{way}_share"] = statistics.median(shares)
-    rows[""]["rounds"] = rounds
-    for way, samples in times[""].items():
-        if counts[way] >= MIN_HOST_CALLS:
-            rows[""][f"host_{way}_us"] = statistics.median(sample.host_us for sample in samples)
+    rows[""]["rounds"] = len(times[""]["forward"])
     return rows
 
 
@@ -252,7 +255,10 @@ def with_both_directions(times: dict[str, list[Times]], base: dict[str, list[Tim
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the shapes that the options describe; return 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # the recorded command leaves it out
+    output.add_argument("--json", type=Path, help="also write this file; shapes are added to those that it has")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, parents=[output], allow_abbrev=False)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, nargs="+", help="ranks to measure (default: the first and the last)")
     parser.add_argument("--tokens", nargs="+", required=True, help="tokens per rank, as 8k or 8192")
@@ -263,12 +269,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--link", type=float, default=300, metavar="GB/S")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rep", type=float, default=80, help="ms per round, mechanism and direction (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write this file; shapes are added to those that it has")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {"kind": "mechanisms", **machine(device), "dtype": args.dtype, "ranks": args.ranks}
     result |= {"rehearsed": True, "queued": True, "link": args.link, "shapes": {}}
-    options = list(sys.argv[1:] if argv is None else argv)
     if args.json is not None:
         if not args.json.parent.is_dir():
             parser.error(f"{args.json.parent} is no folder: make it first")
@@ -276,10 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         if differing := [
             key for key in ("device", "commit", "versions", "dtype", "ranks", "link") if earlier[key] != result[key]
         ]:
-            parser.error(f"{args.json} is of another {', '.join(differing)}: name another file")
+            parser.error(f"{args.json} differs in {', '.join(differing)}: name another file")
         result["shapes"] = earlier["shapes"]
-        index = options.index("--json")
-        options = options[:index] + options[index + 2 :]  # the recorded command leaves out the output path
+    options = output.parse_known_args(argv)[1]
     command = shlex.join(["python", "-m", "tests.parallel.bench.mechanisms", *options])
     for tokens, heads in itertools.product(args.tokens, args.heads):
         setting = Setting(parse_tokens(tokens), *map(int, heads.split("/")), args.head_dim, args.window)

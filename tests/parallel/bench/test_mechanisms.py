@@ -35,7 +35,7 @@ def test_every_mechanism_is_measured_and_comes_back(
     assert "stream of casts" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         mechanisms.main([*options, "--ranks", "3"])
-    assert "is of another ranks: name another file" in capsys.readouterr().err
+    assert "differs in ranks: name another file" in capsys.readouterr().err
 
 
 def test_without_three_summands_no_sum_has_three(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -99,11 +100,7 @@ def patched_copy_engine(slow: int | None = None) -> Iterator[None]:
         (copy_engine, "synchronize", lambda device: None),
         (ring_attention, "choose_transport", lambda name, *_: name),
     ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in replacements]
-    for module, name, replacement in replacements:
-        setattr(module, name, replacement)
-    try:
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(mock.patch.object(*replacement))
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
