@@ -8,6 +8,7 @@ The sums run on a side stream, so that none delays a kernel. Their priority is l
 the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from ringspan.parallel.transport.base import Transport, received, split_by_piece
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.select import num_parts
 from ringspan.parallel.transport.streams import SideStream, Wait
+
+TILE_KEYS = 128  # of a thread block of a backward, in most kernels
+TILES_PER_SM = 2
 
 Region = tuple[slice, slice]  # KV heads, rows
 RowGradients = list[tuple[slice, Tensor]]  # rows of local_sums, gradients to add to them
@@ -67,7 +71,7 @@ class GradientReturn:
         shape = num_rows, k.shape[0], heads, k.shape[3] + v.shape[3]
         self.local_sums = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
         # If other local keys are computed apart, their kernels are enough to overlap transfers with.
-        halves = half_regions if num_rows == k.shape[1] else whole_region
+        halves = half_regions if num_rows == k.shape[1] and halves_fill_sms(k, num_keys) else whole_region
         self.first_half, self.last_half = halves(heads, num_keys, num_keys)
         self.first_region, self.last_region = halves(heads, num_keys, num_rows)  # the halves with padding
         self.last_region_end = self.last_region[0].start  # heads of the last region below this one contain sums
@@ -225,8 +229,23 @@ def _intersection_within(first: slice, second: slice) -> slice:
     return slice(max(0, common.start - first.start), max(0, common.stop - first.start))
 
 
+def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
+    """Return whether kernels of half of the local block fill the SMs.
+
+    Under a causal mask the longest thread block takes twice as long as the average, so with fewer than two for each SM, all
+    others wait for it.
+    """
+    num_tiles = k.shape[0] * k.shape[2] * num_keys / TILE_KEYS
+    return num_tiles / 2 >= TILES_PER_SM * _num_sms(k.device)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def whole_region(heads: int, keys: int, end: int) -> list[Region]:
-    """Return (KV heads, rows) of a whole block, and of a second half without rows."""
+    """Return (KV heads, rows) of a whole block, and of a last half without rows."""
     return [(slice(0, heads), slice(0, end)), (slice(0, heads), slice(end, end))]
 
 

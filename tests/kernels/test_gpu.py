@@ -59,6 +59,14 @@ def test_sweep_of_head_dims_in_chunks(case: Case, growth: int, poisoned_memory: 
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("width, v_width", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_staggered_keys(width: int, v_width: int, poisoned_memory: None) -> None:
+    """Groups of query tiles begin at five or eight tiles of keys, in windows of 32 or 64; the last tile is partial."""
+    case = Case("long", rows=2000, keys=12_600, heads=(8, 2), width=width, v_width=v_width)
+    check_case(case, "hopper", torch.bfloat16, "cuda")
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout][::4], ids=str)
 def test_replays_on_hopper(case: Case, poisoned_memory: None) -> None:
     """The second and third call replay the first with other tensors."""

@@ -18,6 +18,18 @@ class RandomGradientTransport(SingleRankTransport):
         return lambda: recv_buffer.copy_(torch.randn_like(recv_buffer))
 
 
+@pytest.mark.parametrize("heads, rows, fills", [(16, 8192, True), (4, 8192, False), (8, 8192, False), (1, 131072, True)])
+def test_the_local_block_has_halves_where_they_fill_the_sms(
+    heads: int, rows: int, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thread blocks per SM need 132 · 2 · 128 = 33,792 keys in each half."""
+    k = torch.empty(1, rows, heads, 64, device="meta")
+    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    assert gradient_return.halves_fill_sms(k, rows) == fills
+    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 0)
+    assert gradient_return.halves_fill_sms(k, rows)
+
+
 @pytest.mark.parametrize("heads, parts", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
 @pytest.mark.parametrize("num_keys", [0, 5, 8])
 @pytest.mark.parametrize(

@@ -60,6 +60,14 @@ class LoadedKeys(NamedTuple):
     first_key: Any
 
 
+class Stagger(NamedTuple):
+    """Order of full key tiles without a mask (forward_producer.staggered_tile)."""
+
+    window: Any  # tiles, a power of two
+    num_starts: Any  # different first tiles within a window
+    pieces_per_start: Any
+
+
 class QueryWork(NamedTuple):
     """What determines the query tiles of a thread block."""
 
@@ -71,6 +79,7 @@ class QueryWork(NamedTuple):
     num_heads: Any
     group: Any
     concurrent_heads: Any
+    stagger: Any  # None with a mask
 
 
 class Outputs(NamedTuple):

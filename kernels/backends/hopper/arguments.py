@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ringspan.kernels.backends.hopper.argument_tuples import Stagger
 from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
 from ringspan.kernels.backends.triton.arguments import Tiles, mask_argument, strides_argument
 from ringspan.kernels.backends.triton.common import MaskArgument
@@ -22,6 +23,8 @@ from ringspan.kernels.tensors import is_aligned
 
 # Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
 L2_BUDGET = 16 * 2**20
+STAGGER_BYTES = 8 * 2**20  # of L2 cache for the windows of staggered tiles; 4 MiB are as fast, 32 MiB slower
+PIECES_PER_START = 8  # pieces of work that begin at the same tile; with 1 or 2 the forward is slower
 LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each other's rows from the cache
 
 
@@ -39,7 +42,7 @@ def forward_arguments(
     staged = options.pop("STAGED")  # store out through shared memory, if it fits: half of the columns in fp32
     out_columns = 2 * block_dv // out.element_size()
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
-    kv_bytes = k_rows * (width + v_width) * k.element_size()
+    key_bytes = (width + v_width) * k.element_size()
     args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         q_tail=tail_descriptor(q_tail, q_rows, WARPGROUP_ROWS, tail_d),
@@ -62,7 +65,8 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, k_rows, kv_bytes, group)),
+        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, k_rows, k_rows * key_bytes, group)),
+        stagger=stagger(num_tiles * group, block_n * key_bytes, q.device) if is_unmasked(mask) else None,
         D=width,
         DV=v_width,
         **common,
@@ -189,6 +193,16 @@ def max_keys_per_launch(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | No
     if q.shape[1] <= 2 * WARPGROUP_ROWS or not is_unmasked(mask_argument(mask.bounds(k.device))):
         return None
     return L2_BUDGET // ((k.shape[3] + v.shape[3]) * k.element_size())
+
+
+def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:
+    """Return the order of key tiles of `tile_bytes` each that `num_pieces` pieces of work read.
+
+    If these are fewer than the SMs, several KV heads are in progress, each with a window in the L2 cache.
+    """
+    num_concurrent = min(num_pieces, num_thread_blocks(device))
+    window = max(1, STAGGER_BYTES * num_concurrent // (num_thread_blocks(device) * tile_bytes))
+    return Stagger(1 << (window.bit_length() - 1), max(1, num_concurrent // PIECES_PER_START), PIECES_PER_START)
 
 
 def is_unmasked(mask: MaskArgument) -> bool:

@@ -74,7 +74,7 @@ from ringspan.kernels.runtime.work_counters import new_counter
 def attention_forward(
     q, q_tail, k, k_tail, v, v_tail, out, out_tiles, lse, carry_out, carry_lse, work_counter,
     out_strides, lse_strides, carry_out_strides, carry_lse_strides,
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads, scale, softcap,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads, stagger, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, IN_STEP: gl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,7 @@ def attention_forward(
     next_full, next_free = make_barriers(2, 1, READERS)
     memory = ForwardMemory(q_tile, k_tile, v_tile, o_tile, q_full, q_free, kv_full, kv_free, columns)
     queue = Queue(next_tile, next_full, next_free)
-    work = QueryWork(mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads)
+    work = QueryWork(mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, concurrent_heads, stagger)
     outputs = Outputs(out, out_tiles, lse, carry_out, carry_lse, out_strides, lse_strides, carry_out_strides, carry_lse_strides)
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -133,9 +133,9 @@ def consume(memory, queue, work, outputs, scale, softcap, flags: gl.constexpr, C
     # with documents a tile's last rows may belong to the next tile, and a thread block may have no tile
     DOCUMENTS: gl.constexpr = work.mask.starts is not None
     S_LAYOUT: gl.constexpr = accumulator_layout(flags.BLOCK_N)
-    # Without a mask the producer rotates the order of the full tiles, so `key_tile` is not the loaded tile. It only
+    # Without a mask the producer loads the full tiles in another order, so `key_tile` is not the loaded tile. It only
     # distinguishes full tiles from a last partial one.
-    UNMASKED: gl.constexpr = work.mask.left is None and work.mask.right is None and work.mask.starts is None
+    UNMASKED: gl.constexpr = work.stagger is not None
     OVERLAP: gl.constexpr = flags.CONSUMERS == 2 or flags.BLOCK_N == 64  # softmax with the own matmul with v
     gl.static_assert(flags.STAGES > 1 or not OVERLAP, "the wait for a slot overlaps the use of another one: STAGES > 1")
     zero_scores = gl.zeros([64, flags.BLOCK_N], gl.float32, S_LAYOUT)

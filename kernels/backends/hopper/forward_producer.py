@@ -57,10 +57,6 @@ def fetch(inputs, memory, queue, work, index, b, h, row, piece_end, i, loaded, f
     """Load a query tile and its visible keys; return (end of the tile, updated `loaded`).
 
     A K/V slot holds what is multiplied concurrently: keys, and the values of the previous keys.
-
-    Without a mask all thread blocks would read the same tile of keys at the same moment, which is slower. So every two pieces
-    start one tile later than the previous two and wrap around. The start depends on the piece, not on the thread block:
-    thread blocks get other pieces in each run, and the order of the sums must not change.
     """
     q, k, v = inputs
     kv_count, prev_b, prev_head, prev_key = loaded
@@ -69,12 +65,13 @@ def fetch(inputs, memory, queue, work, index, b, h, row, piece_end, i, loaded, f
     )
     publish_tile(queue, i, QueryTile(tile_end, b, h, row, begin, full_begin, full_end, end, origin))
     kv_head = h // work.group
-    UNMASKED: gl.constexpr = work.mask.left is None and work.mask.right is None and work.mask.starts is None
-    shift = index // 2 % gl.maximum(full_end, 1)  # tiles 0 … full_end - 1 are full; consumers need not know which one it is
+    start = 0
+    if work.stagger is not None:
+        start = start_in_window(index % (work.num_tiles * work.group), work.stagger)
     for j in range(gl.maximum(end - begin, 1)):
         tile = nth_tile(j, begin, full_begin, full_end, end)
-        if UNMASKED:
-            tile = gl.where(tile < full_end, gl.where(tile + shift < full_end, tile + shift, tile + shift - full_end), tile)
+        if work.stagger is not None:  # consumers need not know which full tile it is
+            tile = staggered_tile(tile, full_end, start, work.stagger)
         key = origin + tile * flags.BLOCK_N
         slot = wait_free(memory.kv_free, kv_count, flags.STAGES)
         kv_full = memory.kv_full.index(slot)
@@ -97,9 +94,34 @@ def fetch(inputs, memory, queue, work, index, b, h, row, piece_end, i, loaded, f
 
 
 @gluon.jit
+def start_in_window(piece, stagger):
+    """Return the place in a window at which a piece of work begins, in 1/65536 of the window."""
+    return piece // stagger.pieces_per_start % stagger.num_starts * 65536 // stagger.num_starts
+
+
+@gluon.jit
+def staggered_tile(tile, end, start, stagger):
+    """Return the tile to load instead of `tile`, one of the full tiles 0 … end - 1; a partial tile stays.
+
+        window 0            window 1
+        0 1 2 3 4 5 6 7     8 9 10 …        pieces 0 … 7     (window 8, num_starts 2)
+        4 5 6 7 0 1 2 3     12 13 14 …      pieces 8 … 15
+
+    Pieces of work that run concurrently read the same keys. If all read the same tile at a time, all would wait for DRAM with the
+    first one. So eight begin at one tile and the next eight at another: each reads a part of the window from DRAM and finds the
+    rest in the L2 cache, which holds one window of each head in progress. The order depends on the piece, not on the thread
+    block: thread blocks get other pieces in each run, and the order of sums must not change.
+    """
+    first = tile & -stagger.window
+    length = gl.minimum(stagger.window, end - first)
+    shifted = tile + start * length // 65536
+    return gl.where(tile < end, gl.where(shifted < first + length, shifted, shifted - length), tile)
+
+
+@gluon.jit
 def work_piece(index, work, ROWS: gl.constexpr):
     """Return (batch, head, first row, end row) of a piece of work."""
-    sequence, tile = scheduled_tile(index, work.num_tiles, work.num_sequences, work.concurrent_heads, True)
+    sequence, tile = scheduled_tile(index, work.num_tiles, work.num_sequences, work.concurrent_heads, work.stagger is None)
     row = (work.num_tiles - 1 - tile) * ROWS  # the last queries, which see most keys under a causal mask, first
     b, h = sequence // work.num_heads, sequence % work.num_heads
     piece_end = gl.minimum(tile_border(row + ROWS, b, work.mask, work.q_at, ROWS), row_count(work.q_at))

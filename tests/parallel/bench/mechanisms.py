@@ -120,9 +120,13 @@ def variants(problem: Problem) -> dict[str, Variant]:
         "filler stream": Variant("backward", ((ring_overlapped, "SideStream", filler),)),
     }
     if sum(map(length, plans["backward"].shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
-        for name, halves in (("first", gradient_return.whole_region), ("last", whole_and_last)):
-            patches = ((gradient_return, "half_regions", halves),)
-            table[f"local block in halves, instead of whole and {name}"] = Variant("backward", patches)
+        if gradient_return.halves_fill_sms(k, k.shape[1]):
+            for name, halves in (("first", gradient_return.whole_region), ("last", whole_and_last)):
+                patches = ((gradient_return, "half_regions", halves),)
+                table[f"local block in halves, instead of whole and {name}"] = Variant("backward", patches)
+        else:
+            patches = ((gradient_return, "TILES_PER_SM", 0),)
+            table["local block whole and first, instead of in halves"] = Variant("backward", patches)
     if ring_overlapped.equivalent_rows(q.shape[1], mask) * len(plans["forward"].steps) > ring_overlapped.SPLIT_HEADS_ABOVE:
         patches = ((ring_overlapped, "SPLIT_HEADS_ABOVE", math.inf),)
         table["forward in two halves of heads"] = Variant("forward", patches)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringspan import Layout, attention
-from ringspan.parallel import ring, ring_overlapped
+from ringspan.parallel import gradient_return, ring, ring_overlapped
 from ringspan.parallel.gradient_return import GradientReturn
 from ringspan.parallel.ring_overlapped import LaunchedKernel
 from ringspan.parallel.transport import copy_engine, select, streams
@@ -63,6 +63,17 @@ def test_properties_hold_in_any_order(
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
     for steps_of, seed in itertools.product(transports, [0, 2] if shape is EVEN else [ranks // 2]):
         monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
+        assert violations(loop, [shape], ranks, seed, steps_of) == []
+
+
+@pytest.mark.parametrize("loop", RINGS, ids=["ring", "overlapped"])
+@pytest.mark.parametrize("ranks, steps_of", [(2, "p2p"), (3, "copy_all"), (4, "copy")])
+def test_properties_hold_with_a_whole_local_block(
+    ranks: int, steps_of: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs whose SMs half of it would not fill."""
+    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    for seed, shape in enumerate([EVEN, FOUR_HEADS, ONE_KV_HEAD, BF16]):
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 
 

@@ -12,8 +12,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringspan import Mask
 from ringspan.kernels.backends.hopper import common as hopper_common
 from ringspan.kernels.backends.hopper import forward_producer as forward_producer
-from ringspan.kernels.backends.hopper.argument_tuples import QueryWork
-from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent_heads
+from ringspan.kernels.backends.hopper.argument_tuples import QueryWork, Stagger
+from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent_heads, stagger
 from ringspan.kernels.backends.hopper.backward_dq import staggered_layout
 from ringspan.kernels.backends.hopper.common import tma_readable
 from ringspan.kernels.backends.triton.arguments import mask_argument, segments_argument
@@ -101,6 +101,42 @@ def test_tiles_are_scheduled_once_and_heaviest_first(
         assert not defer_last or deferred == list(range(num_sequences))
 
 
+@pytest.mark.parametrize("end", [0, 1, 7, 8, 9, 16, 30])
+@pytest.mark.parametrize("window, num_starts, pieces_per_start", [(1, 1, 8), (8, 2, 8), (8, 8, 1), (4, 16, 2), (64, 16, 8)])
+def test_each_piece_of_work_reads_each_tile_of_a_window_once(
+    end: int, window: int, num_starts: int, pieces_per_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    language = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minimum=min)
+    monkeypatch.setattr(forward_producer, "gl", language)
+    stagger, first_tiles = Stagger(window, num_starts, pieces_per_start), set()
+    for piece in range(3 * num_starts * pieces_per_start):
+        start = forward_producer.start_in_window.fn(piece, stagger)
+        tiles = [forward_producer.staggered_tile.fn(tile, end, start, stagger) for tile in range(end + 1)]
+        assert tiles[end] == end  # a partial tile
+        for first in range(0, end, window):
+            last = min(first + window, end)
+            assert sorted(tiles[first:last]) == list(range(first, last))
+            in_order = [*range(tiles[first], last), *range(first, tiles[first])]
+            assert tiles[first:last] == in_order
+        first_tiles.add((piece // pieces_per_start % num_starts, tiles[0]))
+    length = min(window, max(end, 1))
+    assert sorted(first_tiles) == [(n, n * length // num_starts) for n in range(num_starts)]  # evenly spread
+
+
+@pytest.mark.parametrize(
+    "pieces, tile_bytes, expected",
+    [
+        (32, 2**16, (16, 4, 8)),  # the tiles of four heads are in progress on 132 SMs: 31 tiles each, and a power of two
+        (128, 2**16, (64, 16, 8)),
+        (512, 2**16, (128, 16, 8)),  # as many as there are SMs
+        (4, 2**16, (2, 1, 8)),
+        (1, 2**20, (1, 1, 8)),
+    ],
+)
+def test_windows_of_all_heads_in_progress_fit_the_cache(pieces: int, tile_bytes: int, expected: tuple[int, ...]) -> None:
+    assert stagger(pieces, tile_bytes, torch.device("cpu")) == expected
+
+
 @pytest.mark.parametrize("rows", [128, 192])
 @pytest.mark.parametrize(
     "lengths",
@@ -124,7 +160,9 @@ def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: i
                 tiles[int(row)] = tuple(int(x) for x in (tile_end, *key_tiles))
                 row = tile_end
 
-    machine.run(collect_tiles, dict(work=QueryWork(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1)), resident=1)
+    machine.run(
+        collect_tiles, dict(work=QueryWork(mask_argument(mask.bounds()), at, at, num_tiles, 1, 1, 1, 1, None)), resident=1
+    )
     ends = sorted(tile_end for tile_end, *_ in tiles.values())
     assert [0, *ends] == [*sorted(tiles), total]
     assert all(row < tile_end <= row + rows for row, (tile_end, *_) in tiles.items())

@@ -110,16 +110,38 @@ def test_fp32_sums_reuse_the_memory_of_an_overwritten_carry(backend: str, layout
         assert torch.equal(x[:, :40], original[:, :40]) and torch.equal(x[:, 190:], original[:, 190:])
 
 
-def test_forward_without_mask_is_bit_equal_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thread blocks get other query tiles in each run, but the order of each tile's sums is fixed."""
+@pytest.mark.parametrize("window", [1, 2, 4, 8])
+def test_forward_without_mask_is_bit_equal_in_any_order(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread blocks get other query tiles in each run, but the order of each tile's sums is fixed, also in a larger batch."""
+    tile_bytes = 128 * 2 * 64 * 2  # of 128 keys and values
+    monkeypatch.setattr(hopper_arguments, "STAGGER_BYTES", window * tile_bytes)
+    monkeypatch.setattr(hopper_arguments, "PIECES_PER_START", 1)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, rows, 1, 64, dtype=torch.bfloat16) for rows in (960, 512, 512))
+    q, k, v = (torch.randn(2, rows, 1, 64, dtype=torch.bfloat16) for rows in (960, 700, 700))
     results = []
     for seed in range(4):
         emulate(monkeypatch, seed, resident=2)
-        results.append(block_forward(q, k, v, None, last=False, backend="hopper"))
+        batch = (x[seed % 2 :] for x in (q, k, v))  # both sequences, or the second one
+        results.append([x[-1] for x in block_forward(*batch, None, last=False, backend="hopper")])
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    expected = block_forward(*(x[1:].float() for x in (q, k, v)), None, backend="reference")
+    torch.testing.assert_close(results[0][0], expected[0][0], atol=5e-3, rtol=0)
+    torch.testing.assert_close(results[0][1], expected[1][0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("mistake", ["one tile twice", "as without windows", "past the last tile"])
+def test_a_wrong_order_of_keys_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_arguments, "STAGGER_BYTES", 4 * 128 * 2 * 64 * 2)
+    monkeypatch.setattr(hopper_arguments, "PIECES_PER_START", 1)
+    wrong = {
+        "one tile twice": lambda tile, end, start, stagger: max(int(tile), 1),
+        "as without windows": lambda tile, end, start, stagger: (int(tile) + int(start) * 4 // 65536) % 4,
+        "past the last tile": lambda tile, end, start, stagger: tile + start * 4 // 65536,
+    }
+    emulate(monkeypatch, resident=2, staggered_tile=wrong[mistake])
+    with pytest.raises(AssertionError):
+        check_case(Case("full", rows=960, keys=700, width=64, heads=(1, 1)), "hopper", torch.bfloat16, "cpu")
 
 
 def test_max_keys_needs_no_host_sync() -> None:
