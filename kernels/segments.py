@@ -14,7 +14,6 @@ interval of rows. `ascending_ranges` splits any other list into row ranges of th
 """
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -83,24 +82,6 @@ def positions(segments: Sequence[Segment], device: torch.device | str = "cpu") -
     """Return the global position of each row: (num_rows,) int64."""
     parts = [torch.arange(count, device=device) * step + start for start, step, count in segments]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
-
-
-# Row counts of pieces are multiples of this, because Triton compiles a kernel again for sizes that 16 does not divide.
-PIECE_MULTIPLE = 128
-
-
-def split_rows(rows_at: SegmentRows, max_rows: int) -> list[SegmentRows]:
-    """Split a row range into pieces of about equal length, each at most max(`max_rows`, PIECE_MULTIPLE) rows long."""
-    rows, segments = rows_at
-    count = rows.stop - rows.start
-    num_pieces = -(-count // max(PIECE_MULTIPLE, max_rows // PIECE_MULTIPLE * PIECE_MULTIPLE))
-    length = max(1, -(-count // max(1, num_pieces * PIECE_MULTIPLE))) * PIECE_MULTIPLE
-    borders = [*range(0, count, length), count]
-    return [
-        (slice(rows.start + low, rows.start + high), tuple(cut(segments, low, high)))
-        for low, high in itertools.pairwise(borders)
-        if low < high
-    ]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ringspan.kernels.segments import (
-    PIECE_MULTIPLE,
     Segment,
     ascending_ranges,
     check_segments,
@@ -14,7 +13,6 @@ from ringspan.kernels.segments import (
     num_rows,
     position_range,
     positions,
-    split_rows,
 )
 
 
@@ -35,17 +33,6 @@ def test_ascending_ranges_have_at_most_two_segments() -> None:
         (slice(5, 12), ((0, 1, 5), (8, 1, 2))),
         (slice(12, 13), ((20, 1, 1),)),
     )
-
-
-@pytest.mark.parametrize("max_rows", [1, 128, 300, 10000])
-def test_split_rows_cover_the_range_with_pieces_of_equal_length(max_rows: int) -> None:
-    segments = ((0, 1, 500), (2000, 3, 401))
-    pieces = split_rows((slice(7, 908), segments), max_rows)
-    lengths = [rows.stop - rows.start for rows, _ in pieces]
-    assert [rows.start for rows, _ in pieces] == [7, *(rows.stop for rows, _ in pieces[:-1])] and pieces[-1][0].stop == 908
-    assert all(length == lengths[0] and length % PIECE_MULTIPLE == 0 for length in lengths[:-1])
-    assert lengths[-1] <= lengths[0] and (len(pieces) == 1 or lengths[0] <= max(max_rows, PIECE_MULTIPLE))
-    assert torch.cat([positions(at) for _, at in pieces]).equal(positions(segments))
 
 
 def test_cut_returns_the_segments_of_a_row_range() -> None:

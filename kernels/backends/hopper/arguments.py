@@ -14,9 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan.kernels.backends.hopper.argument_tuples import Stagger
 from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
-from ringspan.kernels.backends.triton.arguments import Tiles, mask_argument, strides_argument
+from ringspan.kernels.backends.triton.arguments import Tiles, strides_argument
 from ringspan.kernels.backends.triton.common import MaskArgument
-from ringspan.kernels.mask import Mask
 from ringspan.kernels.runtime.launch import Arguments
 from ringspan.kernels.runtime.triton_compat import STORE_GRADIENTS_BY_TMA
 from ringspan.kernels.tensors import is_aligned
@@ -181,18 +180,6 @@ def num_concurrent_heads(
     else:
         min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
     return group * max(min_groups, L2_BUDGET // max(1, streamed_bytes))
-
-
-def max_keys_per_launch(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> int | None:
-    """Return the largest number of keys for one forward launch; None for no limit.
-
-    Without a mask, all thread blocks read all keys of a head. If these exceed the L2 cache, thread blocks that drift apart
-    read them from DRAM again; launches over fewer keys avoid that. Under a causal mask this gains next to nothing, and with
-    at most two warpgroups of queries no key is read twice.
-    """
-    if q.shape[1] <= 2 * WARPGROUP_ROWS or not is_unmasked(mask_argument(mask.bounds(k.device))):
-        return None
-    return L2_BUDGET // ((k.shape[3] + v.shape[3]) * k.element_size())
 
 
 def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:

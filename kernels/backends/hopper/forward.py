@@ -31,7 +31,7 @@ from ringspan.kernels.backends.hopper.argument_tuples import (
     QueryWork,
     Queue,
 )
-from ringspan.kernels.backends.hopper.arguments import forward_arguments, max_keys_per_launch
+from ringspan.kernels.backends.hopper.arguments import forward_arguments
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
     allocate_tiles,
@@ -267,8 +267,7 @@ def block_forward(block: Block, carry: Carry | None, out: Tensor, lse: Tensor) -
     v = zero_padding(block.v, block.mask, block.k_at)
     source = block.with_tensors(tma_readable(block.q), tma_readable(block.k), tma_readable(v))
     input_carry, carry = carry, readable_carry(carry)
-    max_keys = max_keys_per_launch(source.mask, source.q, source.k, source.v)
-    cached = [run() for run in forward_launches(source, carry, out, lse, launch, max_keys)]
+    cached = [run() for run in forward_launches(source, carry, out, lse, launch)]
     is_replayable = source is block and carry is input_carry and block.is_single_range and len(cached) == 1
     return partial(replay, cached[0]) if is_replayable and cached[0] is not None else None
 

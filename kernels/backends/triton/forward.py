@@ -50,7 +50,7 @@ from ringspan.kernels.backends.triton.common import (
 )
 from ringspan.kernels.backends.triton.tile_sizes import tiles_for
 from ringspan.kernels.runtime.launch import Arguments, Launch
-from ringspan.kernels.segments import ascending_ranges, num_rows, split_rows
+from ringspan.kernels.segments import ascending_ranges, num_rows
 from ringspan.kernels.tensors import INF, aligned, is_aligned
 
 
@@ -200,21 +200,19 @@ def forward_launches(
     out: Tensor,
     lse: Tensor,
     make_launch: Callable[..., Launch] | None = None,
-    max_keys: int | None = None,
 ) -> Iterator[Launch]:
     """Yield the launches of a block's forward, in order.
 
-    One launch suffices if the block is one ascending range and has at most `max_keys` keys. Otherwise each range of queries
-    runs one launch per range of keys, and each launch is the carry of the next, in fp32. If `out` is not fp32, these carries
-    use a temporary buffer, or the input carry's memory if the caller no longer needs it.
+    One launch suffices if the block is one ascending range. Otherwise each range of queries runs one launch per range of keys,
+    and each launch is the carry of the next, in fp32. If `out` is not fp32, these carries use a temporary buffer, or the input
+    carry's memory if the caller no longer needs it.
 
     Args:
         out, lse: Outputs, (B, S, Hq, Dv) and (B, Hq, S).
         make_launch: Makes the launch of one range; the portable kernel's by default.
-        max_keys: Largest number of keys per launch; None for no limit.
     """
     make_launch = make_launch or _launch
-    if block.is_single_range and (max_keys is None or block.k.shape[1] <= max_keys):
+    if block.is_single_range:
         yield make_launch(block, carry, out, lse)
         return
     n = num_rows(block.q_at)
@@ -225,8 +223,6 @@ def forward_launches(
         lse[:, :, :n] = -INF if carry_lse is None else carry_lse[:, :, :n]
         return
     key_ranges = ascending_ranges(block.k_at)
-    if max_keys is not None:
-        key_ranges = tuple(piece for key_range in key_ranges for piece in split_rows(key_range, max_keys))
     for queries in ascending_ranges(block.q_at):
         rows = queries[0]
         running_carry: Carry | None = None

@@ -43,15 +43,11 @@ def test_longer_cases_in_random_orders(case: Case, width: int, poisoned_memory: 
     check_case(longer, "hopper", torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("budget, pieces", [(2**24, [100, 200]), (2**15, [100, 128, 72]), (1, [100, 128, 72])])
 @pytest.mark.parametrize("width, v_width", [(64, 64), (128, 104), (80, 56)])
 @pytest.mark.parametrize("last", [True, False])
-def test_forward_without_mask_splits_keys_by_l2_budget(
-    budget: int, pieces: list[int], width: int, v_width: int, last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_launches_each_range_of_keys(width: int, v_width: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The carry is not modified, because its lse is not overwritten. An fp32 out is stored directly, or in halves by TMA."""
     emulate(monkeypatch)
-    monkeypatch.setattr(hopper_arguments, "L2_BUDGET", budget)
     launches: list[tuple[int, int]] = []
     run = Launch.__call__
 
@@ -71,7 +67,7 @@ def test_forward_without_mask_splits_keys_by_l2_budget(
     original_carry = [x.clone() for x in carry]
     options = Mask(causal=True), [(300, 1, 150)], [(100, 2, 100), (0, 1, 100), (101, 2, 100)], carry, last
     out, lse = block_forward(q, k, v, *options, backend="hopper")
-    assert [rows for rows, _ in launches] == pieces
+    assert [rows for rows, _ in launches] == [100, 200]
     expected = block_forward(*(x.float() for x in (q, k, v)), *options, backend="reference")
     assert out.dtype == (torch.bfloat16 if last else torch.float32)
     torch.testing.assert_close(out.float(), expected[0], atol=2e-2, rtol=0)
@@ -142,17 +138,6 @@ def test_a_wrong_order_of_keys_is_found(mistake: str, monkeypatch: pytest.Monkey
     emulate(monkeypatch, resident=2, staggered_tile=wrong[mistake])
     with pytest.raises(AssertionError):
         check_case(Case("full", rows=960, keys=700, width=64, heads=(1, 1)), "hopper", torch.bfloat16, "cpu")
-
-
-def test_max_keys_needs_no_host_sync() -> None:
-    """A mask on another device, as inside an operator, is not read."""
-    k = torch.empty(1, 256, 1, 64, dtype=torch.bfloat16, device="meta")
-    for mask in (
-        Mask(causal=True, documents=torch.zeros(1, 256, dtype=torch.int64)),
-        Mask(causal=True, prefix=torch.tensor([3])),
-    ):
-        op_mask = Mask.from_bounds(mask.bounds(k.device))
-        assert hopper_arguments.max_keys_per_launch(op_mask, k, k, k) is None
 
 
 @pytest.mark.slow
