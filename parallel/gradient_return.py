@@ -23,8 +23,8 @@ from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.select import num_parts
 from ringspan.parallel.transport.streams import SideStream, Wait
 
-TILE_KEYS = 128  # of a thread block of a backward, in most kernels
-TILES_PER_SM = 2
+TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
+TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 
 Region = tuple[slice, slice]  # KV heads, rows
 RowGradients = list[tuple[slice, Tensor]]  # rows of local_sums, gradients to add to them
@@ -44,7 +44,8 @@ class GradientReturn:
     """Gradient return of one backward.
 
     `local_sums` holds the local block's dK/dV and the sum of remote ones. The local block waits for no transfer, so it overlaps
-    them: its first half runs while the first K/V arrive, its last half while the last gradients are returned. The ring writes
+    them: its first half (or all of it, see `halves_fill_sms`) runs while the first K/V arrive, its last half while the last
+    gradients are returned. The ring writes
     `local_sums[first_half]` before the first `send`, and passes the last half's output to `finish`.
 
     Args:
@@ -70,7 +71,8 @@ class GradientReturn:
         num_keys = min(num_rows, transport.plan.steps[0].num_keys)  # the rows after them are padding
         shape = num_rows, k.shape[0], heads, k.shape[3] + v.shape[3]
         self.local_sums = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
-        # If other local keys are computed apart, their kernels are enough to overlap transfers with.
+        # A whole block is computed first: halves would not fill the SMs, or other local keys are computed apart and their
+        # kernels are enough to overlap transfers with.
         halves = half_regions if num_rows == k.shape[1] and halves_fill_sms(k, num_keys) else whole_region
         self.first_half, self.last_half = halves(heads, num_keys, num_keys)
         self.first_region, self.last_region = halves(heads, num_keys, num_rows)  # the halves with padding
@@ -232,8 +234,8 @@ def _intersection_within(first: slice, second: slice) -> slice:
 def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
     """Return whether kernels of half of the local block fill the SMs.
 
-    Under a causal mask the longest thread block takes twice as long as the average, so with fewer than two for each SM, all
-    others wait for it.
+    Under a causal mask the longest thread block takes twice as long as the average, so an SM needs about two of them. The rule
+    does not look at the mask.
     """
     num_tiles = k.shape[0] * k.shape[2] * num_keys / TILE_KEYS
     return num_tiles / 2 >= TILES_PER_SM * _num_sms(k.device)

@@ -73,7 +73,7 @@ def ring_backward(
     head_start: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv of this rank's shard, in the dtype of q. The local block's halves come first and last."""
+    """Compute dq, dk and dv of this rank's shard, in the dtype of q. The local block: in halves, first and last, or at once."""
     local_step, *remote_steps = transport.plan.steps
     if not remote_steps:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -70,6 +70,7 @@ def gpus() -> Iterator[Callable[..., Pool]]:
         replace(BF16, name="window-documents", kind="contiguous", mask=PACKED_WINDOW),
         replace(BF16, name="window-documents-zigzag", mask=PACKED_WINDOW),
         replace(BF16, name="mqa", heads=(8, 1)),
+        replace(BF16, name="whole-local-block", tiles_per_sm=1.9),
         replace(BF16, name="parts", heads=(8, 8), part_bytes=0),
         replace(BF16, name="parts-documents", heads=(8, 8), part_bytes=0, mask=DOCUMENTS),
     ],

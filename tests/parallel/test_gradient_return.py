@@ -18,12 +18,15 @@ class RandomGradientTransport(SingleRankTransport):
         return lambda: recv_buffer.copy_(torch.randn_like(recv_buffer))
 
 
-@pytest.mark.parametrize("heads, rows, fills", [(16, 8192, True), (4, 8192, False), (8, 8192, False), (1, 131072, True)])
+@pytest.mark.parametrize(
+    "batch, heads, rows, fills",
+    [(1, 8, 8192, True), (1, 4, 8192, False), (2, 4, 8192, True), (1, 8, 8000, False), (1, 1, 65536, True)],
+)
 def test_the_local_block_has_halves_where_they_fill_the_sms(
-    heads: int, rows: int, fills: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, heads: int, rows: int, fills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two thread blocks per SM need 132 · 2 · 128 = 33,792 keys in each half."""
-    k = torch.empty(1, rows, heads, 64, device="meta")
+    """1.9 thread blocks for each of 132 SMs need 251 tiles of 128 keys in each half."""
+    k = torch.empty(batch, rows, heads, 64, device="meta")
     monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
     assert gradient_return.halves_fill_sms(k, rows) == fills
     monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 0)

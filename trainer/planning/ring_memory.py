@@ -36,7 +36,8 @@ def ring_backward_buffers(
         sums = 2 * max(steps) / parts
     else:
         sums = sum(sorted(steps)[-2:])
-    # Copy engines: half of the local block, kept apart from the remote gradients. With p2p it exists only at the end.
+    # Copy engines: half of the local block, kept apart from the remote gradients, or none if the block is computed at once.
+    # With p2p it exists only at the end.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
     separate = half if copied else 0
     return blocks * b * elements + (sums + separate) * 4 * elements

@@ -22,8 +22,8 @@ from ringspan.kernels.tensors import is_aligned
 
 # Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
 L2_BUDGET = 16 * 2**20
-STAGGER_BYTES = 8 * 2**20  # of L2 cache for the windows of staggered tiles; 4 MiB are as fast, 32 MiB slower
-PIECES_PER_START = 8  # pieces of work that begin at the same tile; with 1 or 2 the forward is slower
+STAGGER_BYTES = 8 * 2**20  # of L2 cache for the windows of staggered tiles; 4 MiB are as fast, 32 slower with 4k × 16k
+PIECES_PER_START = 8  # pieces of work that begin at the same tile; 4 are as fast, 16 slower with 4k × 8k and 4k × 16k
 LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each other's rows from the cache
 
 
@@ -185,7 +185,8 @@ def num_concurrent_heads(
 def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:
     """Return the order of key tiles of `tile_bytes` each that `num_pieces` pieces of work read.
 
-    If these are fewer than the SMs, several KV heads are in progress, each with a window in the L2 cache.
+    If these are fewer than the SMs, several KV heads are in progress, each with a window in the L2 cache. Where one head ends
+    and the next begins, there may be two more.
     """
     num_concurrent = min(num_pieces, num_thread_blocks(device))
     window = max(1, STAGGER_BYTES * num_concurrent // (num_thread_blocks(device) * tile_bytes))

@@ -108,9 +108,9 @@ def staggered_tile(tile, end, start, stagger):
         4 5 6 7 0 1 2 3     12 13 14 …      pieces 8 … 15
 
     Pieces of work that run concurrently read the same keys. If all read the same tile at a time, all would wait for DRAM with
-    the first one. So eight begin at one tile and the next eight at another: each reads a part of the window from DRAM and finds
-    the rest in the L2 cache, which holds one window of each head in progress. The order depends on the piece, not on the thread
-    block: thread blocks get other pieces in each run, and the order of sums must not change.
+    the first one. So some (here eight) begin at one tile and the next at another: each reads a part of the window from DRAM and
+    finds the rest in the L2 cache, which holds one window of each head in progress. The order depends on the piece, not on the
+    thread block: thread blocks get other pieces in each run, and the order of sums must not change.
     """
     first = tile & -stagger.window
     length = gl.minimum(stagger.window, end - first)

@@ -38,6 +38,22 @@ def test_every_mechanism_is_measured_and_comes_back(
     assert "differs in ranks: name another file" in capsys.readouterr().err
 
 
+def test_a_whole_local_block_is_compared_with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    setting = Setting(48, 4, 2, 16)
+    shard = rehearse.tensors(setting, 48, torch.device("cpu"), torch.float32)
+    problem = mechanisms.make_problem(shard, Layout("zigzag", 192, 4), setting, 0, link=0)
+    table, last_halves = mechanisms.variants(problem), []
+    assert not any(name.startswith("local block in halves") for name in table)
+    start = gradient_return.GradientReturn.last_buffer
+    monkeypatch.setattr(
+        gradient_return.GradientReturn, "last_buffer", lambda self: (last_halves.append(self.last_half), start(self))[1]
+    )
+    for variant in (mechanisms.Variant("both"), table["local block whole and first, instead of in halves"]):
+        mechanisms.make_calls(variant, problem)["backward"]()
+    assert last_halves == [(slice(0, 2), slice(48, 48)), (slice(1, 2), slice(0, 48))]
+
+
 def test_without_three_summands_no_sum_has_three(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     add = gradient_return.sum_gradients

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan import Mask, Mesh, attention, context_attention
-from ringspan.parallel import ring_overlapped
+from ringspan.parallel import gradient_return, ring_overlapped
 from ringspan.parallel.transport import select
 
 
@@ -37,6 +37,7 @@ class RingCase:
     dtype: torch.dtype = torch.float64
     part_bytes: int = 2**28
     split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
+    tiles_per_sm: float = 0  # from which a backward computes the local block in halves
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -46,7 +47,8 @@ class RingCase:
     def patched_constants(self) -> Iterator[None]:
         """Set the limits that are module constants."""
         limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
-        with patch.object(select, "PART_BYTES", self.part_bytes), limit:
+        halves = patch.object(gradient_return, "TILES_PER_SM", self.tiles_per_sm)
+        with patch.object(select, "PART_BYTES", self.part_bytes), limit, halves:
             yield
 
 

@@ -102,7 +102,9 @@ def test_tiles_are_scheduled_once_and_heaviest_first(
 
 
 @pytest.mark.parametrize("end", [0, 1, 7, 8, 9, 16, 30])
-@pytest.mark.parametrize("window, num_starts, pieces_per_start", [(1, 1, 8), (8, 2, 8), (8, 8, 1), (4, 16, 2), (64, 16, 8)])
+@pytest.mark.parametrize(
+    "window, num_starts, pieces_per_start", [(1, 1, 8), (8, 2, 8), (8, 8, 1), (4, 16, 2), (64, 16, 8), (32, 5, 8)]
+)
 def test_each_piece_of_work_reads_each_tile_of_a_window_once(
     end: int, window: int, num_starts: int, pieces_per_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +122,9 @@ def test_each_piece_of_work_reads_each_tile_of_a_window_once(
             assert tiles[first:last] == in_order
         first_tiles.add((piece // pieces_per_start % num_starts, tiles[0]))
     length = min(window, max(end, 1))
-    assert sorted(first_tiles) == [(n, n * length // num_starts) for n in range(num_starts)]  # evenly spread
+    assert sorted(first_tiles) == [(n, (n * 65536 // num_starts) * length // 65536) for n in range(num_starts)]
+    ends = [*sorted(tile for _, tile in first_tiles), length]
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= -(-length // num_starts) + 1  # evenly spread
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,18 @@ def test_fp32_sums_reuse_the_memory_of_an_overwritten_carry(backend: str, layout
         assert torch.equal(x[:, :40], original[:, :40]) and torch.equal(x[:, 190:], original[:, 190:])
 
 
+def test_query_tiles_of_a_group_share_windows_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three query tiles of four heads per KV head, on as many SMs: all read the same 128 tiles of 64 KiB."""
+    emulate(monkeypatch, resident=12)
+    arguments: list[dict[str, Any]] = []
+    run = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda self: (arguments.append(self.make_arguments()[1]), run(self))[1])
+    q, k = torch.randn(1, 300, 8, 128, dtype=torch.bfloat16), torch.randn(1, 130, 2, 128, dtype=torch.bfloat16)
+    for mask in (Mask(), Mask(causal=True)):
+        block_forward(q, k, k, mask, backend="hopper")
+    assert [each["stagger"] for each in arguments] == [(128, 1, 8), None]
+
+
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 def test_forward_without_mask_is_bit_equal_in_any_order(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thread blocks get other query tiles in each run, but the order of each tile's sums is fixed, also in a larger batch."""
@@ -126,13 +138,13 @@ def test_forward_without_mask_is_bit_equal_in_any_order(window: int, monkeypatch
     torch.testing.assert_close(results[0][1], expected[1][0], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("mistake", ["one tile twice", "as without windows", "past the last tile"])
+@pytest.mark.parametrize("mistake", ["one tile twice", "wraps around in the first window", "past the last tile"])
 def test_a_wrong_order_of_keys_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_arguments, "STAGGER_BYTES", 4 * 128 * 2 * 64 * 2)
     monkeypatch.setattr(hopper_arguments, "PIECES_PER_START", 1)
     wrong = {
         "one tile twice": lambda tile, end, start, stagger: max(int(tile), 1),
-        "as without windows": lambda tile, end, start, stagger: (int(tile) + int(start) * 4 // 65536) % 4,
+        "wraps around in the first window": lambda tile, end, start, stagger: (int(tile) + int(start) * 4 // 65536) % 4,
         "past the last tile": lambda tile, end, start, stagger: tile + start * 4 // 65536,
     }
     emulate(monkeypatch, resident=2, staggered_tile=wrong[mistake])
