@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringspan.kernels.attention import attention
 from ringspan.kernels.mask import NO_LIMIT, Mask
+from ringspan.kernels.tensors import num_sms
 from ringspan.kernels.validate import check_options
 
 BLOCKS_PER_SM = 4  # thread blocks per SM, so that some compute while others wait for loads
@@ -78,8 +79,7 @@ def paged_attention(
         return _gather(inputs, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
     from ringspan.kernels.backends.triton.paged_decode import launch  # a local import, because it needs Triton
 
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    splits = num_splits(len(q) * keys.shape[2], table.shape[1], multiprocessors)
+    splits = num_splits(len(q) * keys.shape[2], table.shape[1], max(1, num_sms(q.device)))
     shape = len(q), splits, q.shape[1]
     parts, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in ((*shape, values.shape[3]), shape))
     launch(*inputs, parts, lse, window or NO_LIMIT, scale, softcap)()

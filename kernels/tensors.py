@@ -1,4 +1,4 @@
-"""Tensor properties shared by validation, backends and transports: accumulation dtype, row strides, alignment."""
+"""Properties of tensors and devices, shared by backends and transports: accumulation dtype, row strides, alignment, SMs."""
 
 import functools
 
@@ -11,6 +11,12 @@ INF = float("inf")
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the carry, the statistics and the gradient sums: fp64 for fp64 inputs, fp32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors; 0 for another device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=4096)

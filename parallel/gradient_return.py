@@ -8,14 +8,13 @@ The sums run on a side stream, so that none delays a kernel. Their priority is l
 the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS, Summand, sum_gradients
-from ringspan.kernels.tensors import accumulation_dtype
+from ringspan.kernels.tensors import accumulation_dtype, num_sms
 from ringspan.parallel.plan import Piece
 from ringspan.parallel.row_ranges import bounding_range, length, packed_position, relative_to
 from ringspan.parallel.transport.base import Transport, received, split_by_piece
@@ -44,9 +43,9 @@ class GradientReturn:
     """Gradient return of one backward.
 
     `local_sums` holds the local block's dK/dV and the sum of remote ones. The local block waits for no transfer, so it overlaps
-    them: its first half (or all of it, see `halves_fill_sms`) runs while the first K/V arrive, its last half while the last
-    gradients are returned. The ring writes
-    `local_sums[first_half]` before the first `send`, and passes the last half's output to `finish`.
+    them: its first half runs while the first K/V arrive, its last half while the last gradients are returned. If halves would
+    not fill the SMs, the first half is the whole block and the last one has no rows. The ring writes `local_sums[first_half]`
+    before the first `send`, and passes the last half's output to `finish`.
 
     Args:
         transport: Transport of the call.
@@ -238,12 +237,7 @@ def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
     does not look at the mask.
     """
     num_tiles = k.shape[0] * k.shape[2] * num_keys / TILE_KEYS
-    return num_tiles / 2 >= TILES_PER_SM * _num_sms(k.device)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return num_tiles / 2 >= TILES_PER_SM * num_sms(k.device)
 
 
 def whole_region(heads: int, keys: int, end: int) -> list[Region]:

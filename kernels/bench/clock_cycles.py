@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringspan.kernels.tensors import num_sms
+
 
 @triton.jit
 def read_clocks(clocks, count):  # type: ignore[no-untyped-def]
@@ -28,7 +30,7 @@ def cycles_of(call: Callable[[], object], repeats: int, device: torch.device) ->
     Raises:
         RuntimeError: no SM was read both before and after the calls.
     """
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    count = num_sms(device)
     before, after = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
     call()  # warm-up: compiles and fills caches
     read_clocks[(count,)](before, count, num_warps=1)

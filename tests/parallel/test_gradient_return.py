@@ -27,9 +27,9 @@ def test_the_local_block_has_halves_where_they_fill_the_sms(
 ) -> None:
     """1.9 thread blocks for each of 132 SMs need 251 tiles of 128 keys in each half."""
     k = torch.empty(batch, rows, heads, 64, device="meta")
-    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(gradient_return, "num_sms", lambda device: 132)
     assert gradient_return.halves_fill_sms(k, rows) == fills
-    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 0)
+    monkeypatch.setattr(gradient_return, "num_sms", lambda device: 0)
     assert gradient_return.halves_fill_sms(k, rows)
 
 

@@ -4,7 +4,6 @@
 depend on nothing but their arguments.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ringspan.kernels.backends.triton.arguments import Tiles, strides_argument
 from ringspan.kernels.backends.triton.common import MaskArgument
 from ringspan.kernels.runtime.launch import Arguments
 from ringspan.kernels.runtime.triton_compat import STORE_GRADIENTS_BY_TMA
-from ringspan.kernels.tensors import is_aligned
+from ringspan.kernels.tensors import is_aligned, num_sms
 
 # Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
 L2_BUDGET = 16 * 2**20
@@ -185,8 +184,7 @@ def num_concurrent_heads(
 def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:
     """Return the order of key tiles of `tile_bytes` each that `num_pieces` pieces of work read.
 
-    If these are fewer than the SMs, several KV heads are in progress, each with a window in the L2 cache. Where one head ends
-    and the next begins, there may be two more.
+    If these are fewer than the SMs, several KV heads are in progress at a time, each with a window in the L2 cache.
     """
     num_concurrent = min(num_pieces, num_thread_blocks(device))
     window = max(1, STAGGER_BYTES * num_concurrent // (num_thread_blocks(device) * tile_bytes))
@@ -198,11 +196,6 @@ def is_unmasked(mask: MaskArgument) -> bool:
     return mask.left is mask.right is mask.starts is None
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def num_thread_blocks(device: torch.device) -> int:
     """Return the grid size of the persistent forward: one thread block per SM (132 if there is no GPU)."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 132
+    return num_sms(device) or 132

@@ -29,6 +29,7 @@ from ringspan.kernels.bench.clock_cycles import read_clocks
 from ringspan.kernels.bench.measure import DTYPES, machine
 from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Mask
+from ringspan.kernels.tensors import num_sms
 from ringspan.parallel import gradient_return, ring, ring_overlapped
 from ringspan.parallel.bench import rehearse
 from ringspan.parallel.bench.__main__ import parse_tokens
@@ -179,7 +180,7 @@ def queued_times(call: Call, calls: int, device: torch.device) -> Times:
     if device.type == "cpu":
         ms = statistics.mean(call_times(call, device, calls))
         return Times(ms, ms, 0.0)
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    sm_count = num_sms(device)
     for sleep_ms in (4 * calls * 4**attempt for attempt in range(5)):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before, after = (torch.zeros(sm_count, dtype=torch.int64, device=device) for _ in range(2))

@@ -39,7 +39,7 @@ def test_every_mechanism_is_measured_and_comes_back(
 
 
 def test_a_whole_local_block_is_compared_with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(gradient_return, "num_sms", lambda device: 132)
     setting = Setting(48, 4, 2, 16)
     shard = rehearse.tensors(setting, 48, torch.device("cpu"), torch.float32)
     problem = mechanisms.make_problem(shard, Layout("zigzag", 192, 4), setting, 0, link=0)

@@ -72,7 +72,7 @@ def test_properties_hold_with_a_whole_local_block(
     ranks: int, steps_of: str, loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs whose SMs half of it would not fill."""
-    monkeypatch.setattr(gradient_return, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(gradient_return, "num_sms", lambda device: 132)
     monkeypatch.delattr(gradient_return, "half_regions")
     for seed, shape in enumerate([EVEN, FOUR_HEADS, ONE_KV_HEAD, BF16]):
         assert violations(loop, [shape], ranks, seed, steps_of) == []
