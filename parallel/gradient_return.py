@@ -2,12 +2,14 @@
 
     kernel stream    kernel i        kernel i+1      kernel i+2
     transfer                         dK/dV of i      dK/dV of i+1
-    "sums" stream                                    local_sums += dK/dV of i
+    "sums" stream                                    local_sums += dK/dV of earlier kernels, several at once
 
 The sums run on a side stream, so that none delays a kernel. Their priority is lower than the kernels': a sum is enqueued after
 the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
 """
 
+import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,17 +18,18 @@ from torch import Tensor
 from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS, Summand, sum_gradients
 from ringspan.kernels.tensors import accumulation_dtype, num_sms
 from ringspan.parallel.plan import Piece
-from ringspan.parallel.row_ranges import bounding_range, length, packed_position, relative_to
+from ringspan.parallel.row_ranges import bounding_range, contains, length, packed_position, relative_to
 from ringspan.parallel.transport.base import Transport, received, split_by_piece
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.select import num_parts
 from ringspan.parallel.transport.streams import SideStream, Wait
 
+SMALL_BYTES = 2**26  # of returned gradients that the next send adds at once
+HELD_BYTES = 2**29  # of returned gradients that are kept, unless one part has more
 TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
 TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 
-Region = tuple[slice, slice]  # KV heads, rows
-RowGradients = list[tuple[slice, Tensor]]  # rows of local_sums, gradients to add to them
+Half = tuple[slice, slice]  # KV heads and rows of half of the local block
 
 
 class Arrival(NamedTuple):
@@ -39,13 +42,23 @@ class Arrival(NamedTuple):
     send_buffer: Tensor  # of the transfer in the other direction, which runs concurrently
 
 
+class Part(NamedTuple):
+    """dK/dV of some KV heads and rows."""
+
+    kv_heads: slice
+    rows: slice
+    gradients: Tensor  # (rows, B, heads, D + Dv)
+
+
 class GradientReturn:
     """Gradient return of one backward.
 
-    `local_sums` holds the local block's dK/dV and the sum of remote ones. The local block waits for no transfer, so it overlaps
-    them: its first half runs while the first K/V arrive, its last half while the last gradients are returned. If halves would
-    not fill the SMs, the first half is the whole block and the last one has no rows. The ring writes `local_sums[first_half]`
-    before the first `send`, and passes the last half's output to `finish`.
+    The local block waits for no transfer, so it overlaps them: its first half runs while the first K/V arrive, its last half
+    while the last gradients are returned. If halves would not fill the SMs, the first half is the whole block and the last one
+    has no rows. The ring writes `first_buffer` before the first `send`, and passes the last half's output to `finish`.
+
+    Each sum reads and writes `local_sums`, and a later send waits for it. So gradients are kept until they exceed HELD_BYTES,
+    then added together; `finish` adds the rest. Up to SMALL_BYTES they are added at once, on SMs that kernels leave idle.
 
     Args:
         transport: Transport of the call.
@@ -72,28 +85,26 @@ class GradientReturn:
         self.local_sums = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
         # A whole block is computed first: halves would not fill the SMs, or other local keys are computed apart and their
         # kernels are enough to overlap transfers with.
-        halves = half_regions if num_rows == k.shape[1] and halves_fill_sms(k, num_keys) else whole_region
-        self.first_half, self.last_half = halves(heads, num_keys, num_keys)
-        self.first_region, self.last_region = halves(heads, num_keys, num_rows)  # the halves with padding
-        self.last_region_end = self.last_region[0].start  # heads of the last region below this one contain sums
-        if num_rows > num_keys:
-            self.local_sums[num_keys:, :, self.first_region[0]] = 0
+        halves = half_blocks if num_rows == k.shape[1] and halves_fill_sms(k, num_keys) else whole_block
+        self.first_half, self.last_half = halves(heads, num_keys)
+        self.summed = [self._part(*self.first_half)]  # parts of local_sums that contain gradients; they have different heads
         self.num_parts = num_parts(transport.plan, k, v)
         self.num_buffers = self.num_sent = 0  # parts so far; their parity is the slot
-        self.in_transfer: Arrival | None = None
+        self.returned: list[Arrival] = []  # not added yet
         self.sum_stream = SideStream(k.device, "sums", priority)
         self.sums_completion: Wait = lambda: None
-        self.being_summed: Arrival | None = None  # read by sums that the caller's stream has not waited for
+        self.being_summed: list[Arrival] = []  # read by sums that the caller's stream has not waited for
+
+    def _part(self, kv_heads: slice, rows: slice) -> Part:
+        return Part(kv_heads, rows, self.local_sums[rows, :, kv_heads])
 
     def first_buffer(self) -> Tensor:
         """Return the buffer that the local block's first half is written into: (rows, B, heads, D + Dv)."""
-        heads, rows = self.first_half
-        return self.local_sums[rows, :, heads]
+        return self._part(*self.first_half).gradients
 
     def last_buffer(self) -> Tensor:
         """Allocate the buffer that the local block's last half is written into."""
-        heads, rows = self.last_half
-        return torch.empty_like(self.local_sums[rows, :, heads])
+        return torch.empty_like(self._part(*self.last_half).gradients)
 
     def wait_for_caller(self) -> None:
         """Make the sums wait for all work enqueued on the caller's stream so far. Call it before launching a kernel."""
@@ -111,123 +122,121 @@ class GradientReturn:
         return self.transport.send_buffer(self.num_buffers % 2, num_keys, self.local_sums[:0, :, kv_heads])
 
     def send(self, index: int, kv_heads: slice, send_buffer: Tensor) -> None:
-        """Start the transfer of one part of a step; it overlaps the next kernel. Adds the part that arrived before.
+        """Start the transfer of one part of a step; it overlaps the next kernel.
 
         Every rank calls this equally often, also for a part that is empty on this rank.
         """
-        self.wait_for_sums()
-        with self.sum_stream.run():
-            if self.in_transfer is not None:
-                arrived = self._wait_for_arrival(self.in_transfer)
-                for region in (self.first_region, self.last_region):
-                    self._accumulate(region, self._summands_in(region, self.in_transfer.kv_heads, arrived))
-        self.sums_completion, self.being_summed = self.sum_stream.completion(), self.in_transfer
         pieces = self.transport.plan.sends[index]
-        recv_buffer = self.local_sums.new_empty((sum(len(piece) for piece in pieces), *send_buffer.shape[1:]))
+        shape = sum(len(piece) for piece in pieces), *send_buffer.shape[1:]
+        held_bytes = sum(arrival.recv_buffer.nbytes for arrival in self.returned)
+        new_bytes = math.prod(shape) * self.local_sums.itemsize
+        if held_bytes > 0 and (held_bytes <= SMALL_BYTES or held_bytes + new_bytes > HELD_BYTES):
+            self._add_returned()
+        recv_buffer = self.local_sums.new_empty(shape)
         self.num_sent += 1
         wait = self.transport.return_gradients(index, self.num_sent % 2, send_buffer, recv_buffer)
-        self.in_transfer = Arrival(wait, pieces, kv_heads, recv_buffer, send_buffer)
+        self.returned.append(Arrival(wait, pieces, kv_heads, recv_buffer, send_buffer))
+
+    def _add_returned(self) -> None:
+        """Add what was returned to local_sums, on the stream of sums."""
+        self.wait_for_sums()
+        with self.sum_stream.run():
+            arrived, summed = self._arrived_parts(), list[Part]()
+            for kv_heads in self._cut_heads([*self.summed, *arrived]):
+                old, new = _summands(self.summed, kv_heads), _summands(arrived, kv_heads)
+                if sums := [self._accumulate(kv_heads, old, new)] if new else old:
+                    summed.append(self._part(kv_heads, sums[0].rows))
+        self.summed = summed
+        self.sums_completion, self.being_summed, self.returned = self.sum_stream.completion(), self.returned, []
 
     def wait_for_sums(self) -> None:
         """Make the current stream wait for the sums launched so far, and release the buffers that they read."""
         self.sums_completion()
-        self.being_summed = None
+        self.being_summed = []
 
     def finish(self, last_sums: Tensor, dk: Tensor, dv: Tensor, kernel_completion: Wait = lambda: None) -> None:
-        """Add the last part and write dk and dv.
+        """Add what is left and write dk and dv.
 
         Args:
-            last_sums: The local block's last half, (rows, B, heads, D + Dv), written by a kernel. The first region is written
-                concurrently with that kernel.
+            last_sums: The local block's last half, (rows, B, heads, D + Dv), written by a kernel. Gradients of other heads are
+                written concurrently with that kernel.
             dk, dv: Outputs (B, rows, Hkv, D) and (B, rows, Hkv, Dv).
             kernel_completion: Wait for that kernel, if it is not on the current stream.
         """
-        assert self.in_transfer is not None, "a ring of several steps sends something in each"
-        kv_heads = self.in_transfer.kv_heads
+        last = Part(*self.last_half, last_sums)
         with self.sum_stream.run():
-            arrived = self._wait_for_arrival(self.in_transfer)
-            remote = self._limited_summands(self.last_region, kv_heads, arrived, MAX_SUMMANDS - 1)
+            arrived, terms = self._arrived_parts(), list[tuple[slice, list[Summand], list[Summand]]]()
+            for kv_heads in self._cut_heads([*self.summed, *arrived, last]):
+                output = _summands([last], kv_heads)
+                terms.append((kv_heads, self._limited_summands(kv_heads, arrived, MAX_SUMMANDS - len(output)), output))
             wait_for_remote = self.sum_stream.completion()
-            first = self._limited_summands(self.first_region, kv_heads, arrived, MAX_SUMMANDS)
-            self._write_gradients(self.first_region, first, dk, dv)
+            for kv_heads, summands, output in terms:
+                if not output:
+                    self._write_gradients(kv_heads, summands, dk, dv)
         wait_for_remote()
         kernel_completion()
-        self._write_gradients(self.last_region, [*remote, Summand(last_sums)], dk, dv)
+        for kv_heads, summands, output in terms:
+            if output:
+                self._write_gradients(kv_heads, [*summands, *output], dk, dv)
         self.sum_stream.join()
         self.transport.wait_returns()
 
-    def _write_gradients(self, region: Region, summands: list[Summand], dk: Tensor, dv: Tensor) -> None:
-        heads, rows = region
-        if rows.start < rows.stop:
-            sum_gradients(summands, dk[:, rows, heads], dv[:, rows, heads], self.backend)
+    def _arrived_parts(self) -> list[Part]:
+        """Make the current stream wait for all transfers; return their gradients."""
+        parts = []
+        for arrival in self.returned:
+            arrival.wait()
+            received["dkv"] += len(arrival.pieces)
+            views = split_by_piece(arrival.pieces, (arrival.recv_buffer,))
+            for piece, (gradients,) in zip(arrival.pieces, views, strict=True):
+                parts.append(Part(arrival.kv_heads, packed_position(piece.rows, self.row_ranges), gradients))
+        return parts
 
-    def _limited_summands(self, region: Region, kv_heads: slice, arrived: RowGradients, limit: int) -> list[Summand]:
-        """Return at most `limit` summands of a region: its sums, if it has any, and what arrived. The rest is added first."""
-        heads, rows = region
-        summands = self._summands_in(region, kv_heads, arrived)
-        if len(summands) + (self._end_of_sums(region) > heads.start) > limit:
-            surplus = len(summands) - (limit - 1)
-            self._accumulate(region, summands[:surplus])
-            summands = summands[surplus:]
-        summed = slice(heads.start, self._end_of_sums(region))
-        return [Summand(self.local_sums[rows, :, summed]), *summands] if summed.start < summed.stop else summands
+    def _cut_heads(self, parts: list[Part]) -> list[slice]:
+        """Return all KV heads, cut where parts begin and end."""
+        borders = {border for part in parts for border in (part.kv_heads.start, part.kv_heads.stop)}
+        return [slice(*pair) for pair in pairwise(sorted({0, self.local_sums.shape[2], *borders}))]
 
-    def _end_of_sums(self, region: Region) -> int:
-        """Return the head below which the region contains sums."""
-        return self.last_region_end if region is self.last_region else region[0].stop
+    def _limited_summands(self, kv_heads: slice, arrived: list[Part], limit: int) -> list[Summand]:
+        """Return at most `limit` summands of some heads: the sums so far and what arrived. The rest is added to the sums."""
+        sums, new = _summands(self.summed, kv_heads), _summands(arrived, kv_heads)
+        if len(sums) + len(new) > limit:
+            surplus = len(new) + 1 - limit
+            sums, new = [self._accumulate(kv_heads, sums, new[:surplus])], new[surplus:]
+        return [*sums, *new]
 
-    def _accumulate(self, region: Region, summands: list[Summand]) -> None:
-        """Add summands, all of the same heads, to the region's sums; overwrite heads that contain no sums yet."""
-        heads, rows = region
-        while summands:
-            relative_heads = summands[0].extent[1]
-            target_heads = slice(heads.start + relative_heads.start, heads.start + relative_heads.stop)
-            is_new = target_heads.stop > self._end_of_sums(region)
-            count = MAX_SUMMANDS if is_new else MAX_SUMMANDS - 1
-            batch, summands = summands[:count], summands[count:]
-            target_rows = slice(0, length(rows)) if is_new else bounding_range([summand.extent[0] for summand in batch])
-            target = self.local_sums[rows.start + target_rows.start : rows.start + target_rows.stop, :, target_heads]
-            terms = [
-                Summand(summand.grads, summand.row - target_rows.start, summand.head - relative_heads.start)
-                for summand in batch
-            ]
-            sum_gradients(terms if is_new else [Summand(target), *terms], *split_gradients(target, self.width), self.backend)
-            if is_new:
-                self.last_region_end = target_heads.stop
+    def _accumulate(self, kv_heads: slice, sums: list[Summand], new: list[Summand]) -> Summand:
+        """Add new gradients to the sums so far, if there are any; return the sums. Rows without gradients become 0."""
+        target = self.local_sums[:, :, kv_heads]
+        while new:
+            count = MAX_SUMMANDS - len(sums)
+            batch, new = new[:count], new[count:]
+            rows = slice(0, target.shape[0])
+            if sums and sums[0].rows == rows:  # the other rows remain as they are
+                rows = bounding_range([summand.rows for summand in batch])
+                sums = [Summand(target[rows])]
+            batch = [Summand(summand.grads, summand.row - rows.start) for summand in batch]
+            sum_gradients([*sums, *batch], *split_gradients(target[rows], self.width), self.backend)
+            sums = [Summand(target)]
+        return sums[0]
 
-    def _summands_in(self, region: Region, kv_heads: slice, arrived: RowGradients) -> list[Summand]:
-        """Return the parts of what arrived for `kv_heads` that lie in the region."""
-        region_heads, region_rows = region
-        heads, columns = _intersection(kv_heads, region_heads), _intersection_within(kv_heads, region_heads)
-        summands = []
-        for rows, gradients in arrived:
-            target_rows = relative_to(_intersection(rows, region_rows), region_rows)
-            if target_rows.start < target_rows.stop and heads.start < heads.stop:
-                source = gradients[_intersection_within(rows, region_rows), :, columns]
-                summands.append(Summand(source, target_rows.start, heads.start - region_heads.start))
-        return summands
-
-    def _wait_for_arrival(self, arrival: Arrival) -> RowGradients:
-        """Make the current stream wait for the transfer; return its gradients."""
-        arrival.wait()
-        received["dkv"] += len(arrival.pieces)
-        views = split_by_piece(arrival.pieces, (arrival.recv_buffer,))
-        return [
-            (packed_position(piece.rows, self.row_ranges), gradients)
-            for piece, (gradients,) in zip(arrival.pieces, views, strict=True)
-        ]
+    def _write_gradients(self, kv_heads: slice, summands: list[Summand], dk: Tensor, dv: Tensor) -> None:
+        """Write the sum to these heads of dk and dv."""
+        outputs = dk[:, :, kv_heads], dv[:, :, kv_heads]
+        if summands:
+            sum_gradients(summands, *outputs, self.backend)
+        else:
+            for x in outputs:
+                x.zero_()
 
 
-def _intersection(first: slice, second: slice) -> slice:
-    """Return the common range of two ranges; if there is none, an empty range inside the second."""
-    start = min(max(first.start, second.start), second.stop)
-    return slice(start, max(start, min(first.stop, second.stop)))
-
-
-def _intersection_within(first: slice, second: slice) -> slice:
-    """Return the common range of two ranges, counted from the first row of `first`."""
-    common = _intersection(first, second)
-    return slice(max(0, common.start - first.start), max(0, common.stop - first.start))
+def _summands(parts: list[Part], kv_heads: slice) -> list[Summand]:
+    """Return the parts that contain these heads, cut to them."""
+    return [
+        Summand(part.gradients[:, :, relative_to(kv_heads, part.kv_heads)], part.rows.start)
+        for part in parts
+        if contains(part.kv_heads, kv_heads) and part.rows.start < part.rows.stop
+    ]
 
 
 def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
@@ -240,16 +249,13 @@ def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
     return num_tiles / 2 >= TILES_PER_SM * num_sms(k.device)
 
 
-def whole_region(heads: int, keys: int, end: int) -> list[Region]:
-    """Return (KV heads, rows) of a whole block, and of a last half without rows."""
-    return [(slice(0, heads), slice(0, end)), (slice(0, heads), slice(end, end))]
+def whole_block(heads: int, keys: int) -> list[Half]:
+    """Return the whole block, and a last half without rows."""
+    return [(slice(0, heads), slice(0, keys)), (slice(0, heads), slice(keys, keys))]
 
 
-def half_regions(heads: int, keys: int, end: int) -> list[Region]:
-    """Return (KV heads, rows) of the two halves of a block: half of the heads each, or half of the keys if there is one head.
-
-    Rows end at `end`: at the last key, or after the padding.
-    """
+def half_blocks(heads: int, keys: int) -> list[Half]:
+    """Return the two halves of a block: half of the heads each, or half of the keys if there is one head."""
     if heads > 1:
-        return [(slice(0, heads // 2), slice(0, end)), (slice(heads // 2, heads), slice(0, end))]
-    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, end))]
+        return [(slice(0, heads // 2), slice(0, keys)), (slice(heads // 2, heads), slice(0, keys))]
+    return [(slice(0, 1), slice(0, keys // 2)), (slice(0, 1), slice(keys // 2, keys))]

@@ -28,7 +28,7 @@ from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import cut
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.parallel import ring
-from ringspan.parallel.gradient_return import GradientReturn, Region
+from ringspan.parallel.gradient_return import GradientReturn, Half
 from ringspan.parallel.plan import Step
 from ringspan.parallel.row_ranges import difference, length, packed, relative_to
 from ringspan.parallel.transport.base import KVPrefetch, Transport
@@ -179,7 +179,7 @@ def ring_backward(
         with stream.run():
             block_backward(*inputs, acc_dq, dk, dv, head_start + heads.start, accumulate="dq", **options)
 
-    def launch_half(half: Region, target: Tensor, stream: SideStream) -> None:
+    def launch_half(half: Half, target: Tensor, stream: SideStream) -> None:
         """Launch the kernels of one half of the shared local keys, one for each range of them."""
         kv_heads, half_rows = half
         for rows, packed_rows in packed(shared):

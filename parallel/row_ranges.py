@@ -36,6 +36,10 @@ def bounding_range(ranges: list[slice]) -> slice:
     return slice(min(rows.start for rows in ranges), max(rows.stop for rows in ranges)) if ranges else slice(0, 0)
 
 
+def contains(outer: slice, rows: slice) -> bool:
+    return outer.start <= rows.start and rows.stop <= outer.stop
+
+
 def relative_to(rows: slice, base: slice) -> slice:
     """Return `rows` counted from the first row of `base`."""
     return slice(rows.start - base.start, rows.stop - base.start)
@@ -49,9 +53,7 @@ def packed(ranges: list[slice]) -> list[tuple[slice, slice]]:
 
 def packed_position(rows: slice, ranges: list[slice]) -> slice:
     """Return the position of `rows`, which lie inside one of the ranges, in a buffer that packs the ranges."""
-    offset = next(
-        at.start - outer.start for outer, at in packed(ranges) if outer.start <= rows.start and rows.stop <= outer.stop
-    )
+    offset = next(at.start - outer.start for outer, at in packed(ranges) if contains(outer, rows))
     return slice(rows.start + offset, rows.stop + offset)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ringspan.parallel import gradient_return
-from ringspan.parallel.gradient_return import Arrival, GradientReturn, RowGradients
+from ringspan.parallel.gradient_return import GradientReturn, Part
 from ringspan.parallel.plan import Piece, Plan, Step
 from ringspan.parallel.transport.base import SingleRankTransport
 from ringspan.parallel.transport.buffers import split_gradients
@@ -33,6 +33,7 @@ def test_the_local_block_has_halves_where_they_fill_the_sms(
     assert gradient_return.halves_fill_sms(k, rows)
 
 
+@pytest.mark.parametrize("small_bytes, held_bytes", [(0, 0), (200, 700), (0, 2**29)], ids=["each", "some", "all"])
 @pytest.mark.parametrize("heads, parts", [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
 @pytest.mark.parametrize("num_keys", [0, 5, 8])
 @pytest.mark.parametrize(
@@ -46,48 +47,57 @@ def test_the_local_block_has_halves_where_they_fill_the_sms(
         [[slice(0, 4)], [slice(0, 8)]],
         [[slice(0, 4), slice(0, 8)], []],
         [[slice(0, 8)] * 4, [slice(2, 4), slice(0, 8)], [slice(5, 8)]],
+        [[slice(0, 4)], [slice(1, 3), slice(6, 8)], [slice(0, 8)] * 7, [slice(3, 5)]],
     ],
 )
 def test_remote_gradients_are_added_to_local_ones(
-    heads: int, num_keys: int, parts: int, row_ranges: list[list[slice]], monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    num_keys: int,
+    parts: int,
+    row_ranges: list[list[slice]],
+    small_bytes: int,
+    held_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the last kernel completes only the first region of dk and dv is written; then the last one, with its output."""
+    """Each once, by sums of at most MAX_SUMMANDS. Before the last kernel completes, its heads are not written."""
     rows, width = 8, 3
     sends = [[Piece(0, piece_rows, 0) for piece_rows in ranges] for ranges in row_ranges]
     local_step = Step(slice(0, rows), [], [Piece(0, slice(0, num_keys), 0)], [])
     transport = RandomGradientTransport(Plan([local_step], sends, 0, [], slice(0, 0), [], []))
     monkeypatch.setattr(gradient_return, "num_parts", lambda *_: parts)
+    monkeypatch.setattr(gradient_return, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(gradient_return, "HELD_BYTES", held_bytes)
     k, v = torch.empty(1, rows, heads, width), torch.empty(1, rows, heads, width)
     returns = GradientReturn(transport, k, v, "reference")
-    first_region, last_region = returns.first_region, returns.last_region
-    # Local contribution: of the first region now, of the last one from the last kernel. NaN must not be read.
-    local_sums = returns.local_sums
-    local_sums[last_region[1], :, last_region[0]] = torch.nan
+    # NaN must not be read: only the first half of the local contribution is in local_sums.
+    returns.local_sums.fill_(torch.nan)
     returns.first_buffer().copy_(torch.randn_like(returns.first_buffer()))
     kernel_output = torch.randn_like(returns.last_buffer())
-    expected = local_sums.clone()
-    expected[last_region[1], :, last_region[0]] = 0
-    last_heads, last_rows = returns.last_half
-    expected[last_rows, :, last_heads] = kernel_output
-    wait_for_arrival = returns._wait_for_arrival
+    expected = torch.zeros_like(returns.local_sums)
+    for (kv_heads, half_rows), gradients in ((returns.first_half, returns.first_buffer()), (returns.last_half, kernel_output)):
+        expected[half_rows, :, kv_heads] = gradients
+    arrived_parts = returns._arrived_parts
 
-    def recording(arrival: Arrival) -> RowGradients:
-        arrived = wait_for_arrival(arrival)
-        for arrived_rows, gradients in arrived:
-            expected[arrived_rows, :, arrival.kv_heads] += gradients
+    def recording() -> list[Part]:
+        arrived = arrived_parts()
+        for part in arrived:
+            expected[part.rows, :, part.kv_heads] += part.gradients
         return arrived
 
-    monkeypatch.setattr(returns, "_wait_for_arrival", recording)
+    monkeypatch.setattr(returns, "_arrived_parts", recording)
     for index in range(len(row_ranges)):
         for kv_heads in returns.head_parts():
-            returns.send(index, kv_heads, local_sums[:0, :, kv_heads])
+            returns.send(index, kv_heads, returns.local_sums[:0, :, kv_heads])
+            held = [arrival.recv_buffer.nbytes for arrival in returns.returned if arrival.recv_buffer.nbytes]
+            assert len(held) <= 1 or small_bytes < sum(held[:-1]) < sum(held) <= held_bytes
     grads = tuple(torch.full((1, rows, heads, width), torch.nan) for _ in range(2))
     last_sums = torch.full_like(kernel_output, torch.inf)
 
     def complete_kernel() -> None:
+        is_last = torch.zeros(rows, heads, dtype=torch.bool)
+        is_last[:, returns.last_half[0]] = returns.last_half[1] != slice(num_keys, num_keys)
         for grad in grads:
-            assert grad[:, last_region[1], last_region[0]].isnan().all()
-            assert grad[:, first_region[1], first_region[0]].isfinite().all()
+            assert grad[0].isnan().all(-1).equal(is_last) and grad[0, ~is_last].isfinite().all()
         last_sums.copy_(kernel_output)
 
     returns.finish(last_sums, *grads, complete_kernel)

@@ -2,9 +2,10 @@
 
 import math
 
-# Copies of constants in ringspan/parallel/transport/select.py: bytes above which a block's dK/dV are sent in parts, and rows of
-# a short shard. tests/trainer/planning/test_memory.py compares them.
-PART_BYTES, SHORT_SHARD = 2**28, 2**15
+# Copies of constants in ringspan/parallel: bytes above which a block's dK/dV are sent in parts, and rows of a short shard
+# (transport/select.py); bytes up to which dK/dV that arrived are added at once, and above which they are not kept
+# (gradient_return.py). tests/trainer/planning/test_memory.py compares them.
+PART_BYTES, SHORT_SHARD, SMALL_BYTES, HELD_BYTES = 2**28, 2**15, 2**26, 2**29
 
 
 def ring_backward_buffers(
@@ -29,18 +30,28 @@ def ring_backward_buffers(
     steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
     blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
     parts = _num_parts(elements, heads, rows // batch)
-    # dK/dV in fp32: two incoming parts; p2p has three outgoing ones, too.
-    if not copied:
-        sums = min(5, 2 * parts * len(steps)) / parts
-    elif parts > 1:
-        sums = 2 * max(steps) / parts
-    else:
-        sums = sum(sorted(steps)[-2:])
+    sums = _returned_bytes([4 * elements * step / parts for step in reversed(steps) for _ in range(parts)], copied)
     # Copy engines: half of the local block, kept apart from the remote gradients, or none if the block is computed at once.
     # With p2p it exists only at the end.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
     separate = half if copied else 0
-    return blocks * b * elements + (sums + separate) * 4 * elements
+    return blocks * b * elements + separate * 4 * elements + sums
+
+
+def _returned_bytes(parts: list[float], copied: bool) -> float:
+    """Return the largest sum of the dK/dV buffers that exist at once, for the sizes of the parts in the order of sending.
+
+    Every part has a receive buffer. With p2p it has a send buffer, too, from its kernel on.
+    """
+    peak, being_added, held, buffers = 0.0, 0.0, 0.0, 1 if copied else 2
+    for part in parts:
+        if not copied:
+            peak = max(peak, buffers * (being_added + held) + part)
+        if held and (held <= SMALL_BYTES or held + part > HELD_BYTES):
+            being_added, held = held, 0.0
+        held += part
+        peak = max(peak, buffers * (being_added + held))
+    return peak
 
 
 def symmetric_memory(batch: int, rows: int, heads: int, width: int, ring: int, b: int, doubling: bool = False) -> float:

@@ -191,9 +191,7 @@ def launches(name: str, gluon: bool = False) -> Iterator[Launch]:
     yield from backward_launches(block, Gradients(out, lse, lse, *grads), "dq" if in_ring else False, backward)
     if not gluon and name in ALL_CHIPS:
         total = empty(LENGTH, 1, kv_heads, width + v_width, dtype=torch.float32)
-        yield sum_gradients.launch(
-            [sum_gradients.Summand(total), sum_gradients.Summand(total[:2048], 2048), sum_gradients.Summand(total)], k, v
-        )
+        yield sum_gradients.launch([sum_gradients.Summand(total)] * 3, k, v)
         pages = [x.view(LENGTH // 64, 64, kv_heads, width) for x in (k, v)]
         table, lengths = empty(4, 16, dtype=torch.int32), empty(4, dtype=torch.int32)
         parts, stats = empty(4, 5, heads, width, dtype=torch.float32), empty(4, 5, heads, dtype=torch.float32)

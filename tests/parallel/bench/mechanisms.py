@@ -97,9 +97,9 @@ def without(name: str, replacement: Callable[[torch.device], SideStream]) -> Cal
     return construct
 
 
-def whole_and_last(heads: int, keys: int, end: int) -> list[gradient_return.Region]:
+def whole_and_last(heads: int, keys: int) -> list[gradient_return.Half]:
     """Return a first half without rows, and the whole block."""
-    return [(slice(0, heads), slice(0, 0)), (slice(0, heads), slice(0, end))]
+    return [(slice(0, heads), slice(0, 0)), (slice(0, heads), slice(0, keys))]
 
 
 def variants(problem: Problem) -> dict[str, Variant]:
@@ -114,7 +114,7 @@ def variants(problem: Problem) -> dict[str, Variant]:
         return [SideStream(device, "kernels 0", priority=-2)]
 
     table = {
-        "three summands": Variant("backward", ((gradient_return, "MAX_SUMMANDS", 2),)),
+        "sums of more than two terms": Variant("backward", ((gradient_return, "MAX_SUMMANDS", 2),)),
         "backward: two kernel streams": Variant("backward", ((ring_overlapped, "kernel_streams", one_stream),)),
         "overlapped backward, instead of the plain ring's": Variant("backward", ring=ring),
         "stream of sums": Variant("backward", ((gradient_return, "SideStream", sums),)),
@@ -122,8 +122,8 @@ def variants(problem: Problem) -> dict[str, Variant]:
     }
     if sum(map(length, plans["backward"].shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
         if gradient_return.halves_fill_sms(k, k.shape[1]):
-            for name, halves in (("first", gradient_return.whole_region), ("last", whole_and_last)):
-                patches = ((gradient_return, "half_regions", halves),)
+            for name, halves in (("first", gradient_return.whole_block), ("last", whole_and_last)):
+                patches = ((gradient_return, "half_blocks", halves),)
                 table[f"local block in halves, instead of whole and {name}"] = Variant("backward", patches)
         else:
             patches = ((gradient_return, "TILES_PER_SM", 0),)
@@ -134,7 +134,11 @@ def variants(problem: Problem) -> dict[str, Variant]:
         table["overlapped forward, instead of the plain ring's"] = Variant("forward", ring=ring)
         if plans["forward"].unfinished:
             table["stream of casts"] = Variant("forward", ((ring_overlapped, "SideStream", casts),))
-    if select.num_parts(plans["backward"], k, v) > 1:
+    num_parts = select.num_parts(plans["backward"], k, v)
+    part_bytes = select.gradient_bytes(plans["backward"].max_keys, k, v) / num_parts
+    if len(plans["backward"].steps) > 2 and gradient_return.SMALL_BYTES < part_bytes <= gradient_return.HELD_BYTES:
+        table["sums of several arrivals"] = Variant("backward", ((gradient_return, "HELD_BYTES", 0),))
+    if num_parts > 1:
         table["gradients in parts of some heads"] = Variant("backward", ((select, "PART_BYTES", 2**40),))
     return table
 

@@ -18,6 +18,7 @@ def test_every_mechanism_is_measured_and_comes_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0)
+    monkeypatch.setattr(gradient_return, "SMALL_BYTES", 0)
     modules = gradient_return, ring_overlapped, select, rehearse
     path, saved = tmp_path / "mechanisms.json", [dict(vars(module)) for module in modules]
     options = f"--tokens 48 --heads 4/2 --head-dim 16 --dtype fp32 --rounds 1 --rep 1 --rank 0 --json {path}".split()
@@ -26,7 +27,7 @@ def test_every_mechanism_is_measured_and_comes_back(
     assert [dict(vars(module)) for module in modules] == saved
     plain, window = json.loads(path.read_text())["shapes"].values()
     names = list(plain["rows"])
-    assert names[0] == "" and names[-1] == "alone" and len(names) == 13 and "--json" not in plain["command"]
+    assert names[0] == "" and names[-1] == "alone" and len(names) == 14 and "--json" not in plain["command"]
     assert not any("halves, instead" in name for name in window["rows"])
     base, one_ring = plain["rows"][""], plain["rows"]["overlapped backward, instead of the plain ring's"]
     assert base["both_mcycles"] == base["forward_mcycles"] + base["backward_mcycles"]
@@ -54,15 +55,16 @@ def test_a_whole_local_block_is_compared_with_halves(monkeypatch: pytest.MonkeyP
     assert last_halves == [(slice(0, 2), slice(48, 48)), (slice(1, 2), slice(0, 48))]
 
 
-def test_without_three_summands_no_sum_has_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_several_arrivals_and_terms_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_return, "SMALL_BYTES", 0)
     counts: list[int] = []
     add = gradient_return.sum_gradients
     monkeypatch.setattr(gradient_return, "sum_gradients", lambda terms, *args: (counts.append(len(terms)), add(terms, *args)))
     setting = Setting(48, 4, 2, 16)
     shard = rehearse.tensors(setting, 48, torch.device("cpu"), torch.float32)
-    problem = mechanisms.make_problem(shard, Layout("zigzag", 192, 4), setting, 0, link=0)
-    mechanisms.make_calls(mechanisms.Variant("both"), problem)["backward"]()
-    assert max(counts) == 3
-    counts.clear()
-    mechanisms.make_calls(mechanisms.variants(problem)["three summands"], problem)["backward"]()
-    assert max(counts) == 2
+    problem = mechanisms.make_problem(shard, Layout("zigzag", 192, 4), setting, 3, link=0)
+    for name, most in (("", 4), ("sums of more than two terms", 2), ("sums of several arrivals", 3)):
+        counts.clear()
+        variant = mechanisms.variants(problem)[name] if name else mechanisms.Variant("backward")
+        mechanisms.make_calls(variant, problem)["backward"]()
+        assert max(counts) == most

@@ -38,6 +38,7 @@ class RingCase:
     part_bytes: int = 2**28
     split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
     tiles_per_sm: float = 0  # from which a backward computes the local block in halves
+    small_bytes: int = 2**26  # of returned gradients that are added at once
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -48,7 +49,8 @@ class RingCase:
         """Set the limits that are module constants."""
         limit = patch.object(ring_overlapped, "SPLIT_HEADS_ABOVE", self.split_heads_above)
         halves = patch.object(gradient_return, "TILES_PER_SM", self.tiles_per_sm)
-        with patch.object(select, "PART_BYTES", self.part_bytes), limit, halves:
+        small = patch.object(gradient_return, "SMALL_BYTES", self.small_bytes)
+        with patch.object(select, "PART_BYTES", self.part_bytes), limit, halves, small:
             yield
 
 

@@ -63,7 +63,9 @@ def test_properties_hold_in_any_order(
     monkeypatch.setattr(select, "SHORT_SHARD", 0)
     for steps_of, seed in itertools.product(transports, [0, 2] if shape is EVEN else [ranks // 2]):
         monkeypatch.setattr(ring_overlapped, "SPLIT_HEADS_ABOVE", 0 if seed < 2 else SPLIT_HEADS_ABOVE)
-        assert violations(loop, [shape], ranks, seed, steps_of) == []
+        for small_bytes in (0, 2**26):  # returned gradients are kept, or added at once
+            monkeypatch.setattr(gradient_return, "SMALL_BYTES", small_bytes)
+            assert violations(loop, [shape], ranks, seed, steps_of) == []
 
 
 @pytest.mark.parametrize("loop", RINGS, ids=["ring", "overlapped"])
@@ -73,7 +75,7 @@ def test_properties_hold_with_a_whole_local_block(
 ) -> None:
     """As on GPUs whose SMs half of it would not fill."""
     monkeypatch.setattr(gradient_return, "num_sms", lambda device: 132)
-    monkeypatch.delattr(gradient_return, "half_regions")
+    monkeypatch.delattr(gradient_return, "half_blocks")
     for seed, shape in enumerate([EVEN, FOUR_HEADS, ONE_KV_HEAD, BF16]):
         assert violations(loop, [shape], ranks, seed, steps_of) == []
 

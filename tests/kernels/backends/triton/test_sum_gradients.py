@@ -1,52 +1,63 @@
 """sum_gradients writes the sum of its summands, by the kernel (in the interpreter without a GPU) and by torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringspan.kernels.backends.triton import sum_gradients as gradient_sums
-from ringspan.kernels.backends.triton.sum_gradients import Summand, sum_gradients
+from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS, Summand, sum_gradients
 
 ROWS, HEADS = 37, 3
-# number of rows and heads, first row, first head
-ALL, INNER, LAST_ROW, NO_ROWS, NO_HEADS = (37, 3, 0, 0), (20, 2, 9, 1), (1, 1, 36, 2), (0, 3, 5, 0), (8, 0, 5, 1)
+ALL, FIRST, INNER, LAST, NONE = slice(0, 37), slice(0, 18), slice(9, 29), slice(36, 37), slice(5, 5)
 
 
-def summands(*extents: tuple[int, int, int, int], device: str) -> list[Summand]:
-    return [Summand(torch.randn(rows, 2, heads, 40, device=device), row, head) for rows, heads, row, head in extents]
+def by_torch(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> None:
+    sum_gradients(summands, dk, dv, backend="reference")
 
 
-@pytest.mark.parametrize("by_kernel", [True, False], ids=["kernel", "torch"])
+def by_kernel(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> None:
+    gradient_sums.launch(summands, dk, dv)()
+
+
+def random_summand(rows: slice, device: str) -> Summand:
+    """Gradients that are a region of a larger tensor."""
+    larger = torch.randn(rows.stop + 2, 2, HEADS + 1, 40, device=device)
+    return Summand(larger[rows.start : rows.stop, :, 1:], rows.start)
+
+
+def expected_sum(summands: Sequence[Summand]) -> Tensor:
+    total = torch.zeros(ROWS, 2, HEADS, 40, device=summands[0].grads.device)
+    for summand in summands:
+        total[summand.rows] += summand.grads
+    return total
+
+
+@pytest.mark.parametrize("add", [by_kernel, by_torch])
 @pytest.mark.parametrize(
-    "extents",
+    "row_ranges",
     [
         [ALL],
         [INNER],
-        [NO_ROWS],
+        [NONE],
         [ALL, INNER],
-        [LAST_ROW, ALL],
-        [INNER, LAST_ROW],
-        [NO_ROWS, INNER, ALL],
+        [LAST, ALL],
+        [INNER, LAST],
+        [NONE, INNER, ALL],
         [ALL, INNER, INNER],
-        [INNER, NO_HEADS, LAST_ROW],
+        [FIRST, ALL, LAST, INNER],
+        [FIRST, INNER, NONE, LAST, FIRST],
+        [ALL] * MAX_SUMMANDS,
     ],
 )
-def test_summands_are_added_at_their_rows_and_heads(
-    extents: list[tuple[int, int, int, int]], by_kernel: bool, device: str
-) -> None:
-    """dk and dv are regions of larger tensors; they are 0 where no summand covers them, and nothing else is written."""
-    inputs = summands(*extents, device=device)
-    expected = torch.zeros(ROWS, 2, HEADS, 40, device=device)
-    for summand in inputs:
-        rows, heads = summand.extent
-        expected[rows, :, heads] += summand.grads
+def test_summands_are_added_at_their_rows(row_ranges: list[slice], add: Callable[..., None], device: str) -> None:
+    """dk and dv are regions of larger tensors; they are 0 where no summand has rows, and nothing else is written."""
+    summands = [random_summand(rows, device) for rows in row_ranges]
+    expected = expected_sum(summands)
     surroundings = [torch.full((2, 40, 5, width), 7.0, dtype=torch.bfloat16, device=device) for width in (16, 24)]
     dk, dv = (x[:, 2:39, 1:4] for x in surroundings)
-    if by_kernel:
-        gradient_sums.launch(inputs, dk, dv)()
-    else:
-        sum_gradients(inputs, dk, dv, backend="reference")
+    add(summands, dk, dv)
     for grad, columns in ((dk, expected[..., :16]), (dv, expected[..., 16:])):
         assert grad.equal(columns.transpose(0, 1).bfloat16())
     for x in surroundings:
@@ -54,20 +65,14 @@ def test_summands_are_added_at_their_rows_and_heads(
         assert (x == 7).all()
 
 
-@pytest.mark.parametrize("by_kernel", [True, False], ids=["kernel", "torch"])
-def test_outputs_may_be_views_of_a_summand(by_kernel: bool, device: str) -> None:
-    inputs = summands(ALL, INNER, LAST_ROW, device=device)
-    base = inputs[0].grads
-    expected = base.clone()
-    for summand in inputs[1:]:
-        rows, heads = summand.extent
-        expected[rows, :, heads] += summand.grads
-    dk, dv = base.transpose(0, 1).split((16, 24), 3)
-    if by_kernel:
-        gradient_sums.launch(inputs, dk, dv)()
-    else:
-        sum_gradients(inputs, dk, dv, backend="reference")
-    assert base.equal(expected)
+@pytest.mark.parametrize("add", [by_kernel, by_torch])
+@pytest.mark.parametrize("rows", [ALL, FIRST], ids=["all", "first"])
+def test_outputs_may_contain_the_first_summand(rows: slice, add: Callable[..., None], device: str) -> None:
+    target = torch.randn(ROWS, 2, HEADS, 40, device=device)
+    summands = [Summand(target[rows], rows.start), random_summand(ALL, device), random_summand(INNER, device)]
+    expected = expected_sum(summands)
+    add(summands, *target.transpose(0, 1).split((16, 24), 3))
+    torch.testing.assert_close(target, expected)
 
 
 @pytest.mark.gpu
@@ -76,9 +81,9 @@ def test_gpu_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
     original = gradient_sums.launch
 
-    def launch(inputs: Sequence[Summand], *grads: torch.Tensor) -> gradient_sums.Launch:
-        widths.append(inputs[0].grads.shape[3])
-        return original(inputs, *grads)
+    def launch(summands: Sequence[Summand], *grads: Tensor) -> gradient_sums.Launch:
+        widths.append(summands[0].grads.shape[3])
+        return original(summands, *grads)
 
     monkeypatch.setattr(gradient_sums, "launch", launch)
     bf16, fp64 = (torch.float32, torch.bfloat16), (torch.float64, torch.float64)
