@@ -3,8 +3,8 @@
 import math
 
 # Copies of constants in ringspan/parallel: bytes above which a block's dK/dV are sent in parts, and rows of a short shard
-# (transport/select.py); bytes up to which dK/dV that arrived are added at once, and above which they are not kept
-# (gradient_return.py). tests/trainer/planning/test_memory.py compares them.
+# (transport/select.py); bytes up to which they are added at once, and that are kept otherwise (gradient_return.py).
+# tests/trainer/planning/test_memory.py compares them.
 PART_BYTES, SHORT_SHARD, SMALL_BYTES, HELD_BYTES = 2**28, 2**15, 2**26, 2**29
 
 
@@ -30,7 +30,8 @@ def ring_backward_buffers(
     steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
     blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
     parts = _num_parts(elements, heads, rows // batch)
-    sums = _returned_bytes([4 * elements * step / parts for step in reversed(steps) for _ in range(parts)], copied)
+    max_held = HELD_BYTES if 4 * elements > SMALL_BYTES else 0
+    sums = _returned_bytes([4 * elements * step / parts for step in reversed(steps) for _ in range(parts)], max_held, copied)
     # Copy engines: half of the local block, kept apart from the remote gradients, or none if the block is computed at once.
     # With p2p it exists only at the end.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
@@ -38,7 +39,7 @@ def ring_backward_buffers(
     return blocks * b * elements + separate * 4 * elements + sums
 
 
-def _returned_bytes(parts: list[float], copied: bool) -> float:
+def _returned_bytes(parts: list[float], max_held: float, copied: bool) -> float:
     """Return the largest sum of the dK/dV buffers that exist at once, for the sizes of the parts in the order of sending.
 
     Every part has a receive buffer. With p2p it has a send buffer, too, from its kernel on.
@@ -47,7 +48,7 @@ def _returned_bytes(parts: list[float], copied: bool) -> float:
     for part in parts:
         if not copied:
             peak = max(peak, buffers * (being_added + held) + part)
-        if held and (held <= SMALL_BYTES or held + part > HELD_BYTES):
+        if held and held + part > max_held:
             being_added, held = held, 0.0
         held += part
         peak = max(peak, buffers * (being_added + held))

@@ -134,11 +134,10 @@ def variants(problem: Problem) -> dict[str, Variant]:
         table["overlapped forward, instead of the plain ring's"] = Variant("forward", ring=ring)
         if plans["forward"].unfinished:
             table["stream of casts"] = Variant("forward", ((ring_overlapped, "SideStream", casts),))
-    num_parts = select.num_parts(plans["backward"], k, v)
-    part_bytes = select.gradient_bytes(plans["backward"].max_keys, k, v) / num_parts
-    if len(plans["backward"].steps) > 2 and gradient_return.SMALL_BYTES < part_bytes <= gradient_return.HELD_BYTES:
+    block_bytes = select.gradient_bytes(k.shape[1], k, v)
+    if len(plans["backward"].steps) > 2 and block_bytes > gradient_return.SMALL_BYTES:
         table["sums of several arrivals"] = Variant("backward", ((gradient_return, "HELD_BYTES", 0),))
-    if num_parts > 1:
+    if select.num_parts(plans["backward"], k, v) > 1:
         table["gradients in parts of some heads"] = Variant("backward", ((select, "PART_BYTES", 2**40),))
     return table
 

@@ -207,7 +207,7 @@ def limit_bytes(part_bytes: int, held_bytes: int, monkeypatch: pytest.MonkeyPatc
     for module in (ring_memory, select):
         monkeypatch.setattr(module, "PART_BYTES", part_bytes)
     for module in (ring_memory, gradient_return):
-        monkeypatch.setattr(module, "SMALL_BYTES", 2**15 if held_bytes == 2**19 else 0)
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
         monkeypatch.setattr(module, "HELD_BYTES", held_bytes)
 
 
