@@ -67,6 +67,14 @@ def test_staggered_keys(width: int, v_width: int, poisoned_memory: None) -> None
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("width, v_width", [(160, 160), (192, 128), (256, 256)])
+def test_staggered_queries(width: int, v_width: int, poisoned_memory: None) -> None:
+    """In the backward groups of key tiles begin at other tiles of queries, in windows of 64; the last tile is partial."""
+    case = Case("long", rows=12_600, keys=2000, heads=(8, 2), width=width, v_width=v_width)
+    check_case(case, "hopper", torch.bfloat16, "cuda")
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout][::4], ids=str)
 def test_replays_on_hopper(case: Case, poisoned_memory: None) -> None:
     """The second and third call replay the first with other tensors."""

@@ -180,6 +180,7 @@ class Rules(NamedTuple):
     k_at: Any
     scale: Any
     softcap: Any
+    stagger: Any  # None with a mask, with turns, and up to head dim 128
 
 
 class KeyTile(NamedTuple):

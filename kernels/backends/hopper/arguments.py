@@ -92,9 +92,10 @@ def backward_arguments(
     # The TMA always stores 64 rows. Tiles follow document borders unless dq is ordered (turns); a tile that ends within
     # 64 rows is stored from registers.
     direct = not staged or (mask.starts is not None and turns is None)
+    row_bytes = (2 * q.element_size() + 4) * width  # of q, dout and dq
+    is_staggered = is_unmasked(mask) and turns is None and width > 128  # below, that order is slower
     if turns is None:
-        query_bytes = q_rows * group * (2 * q.element_size() + 4) * width
-        concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, query_bytes, 1)
+        concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, q_rows * group * row_bytes, 1)
     else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
         concurrent_heads = num_sequences
     args = dict(
@@ -124,6 +125,7 @@ def backward_arguments(
         num_sequences=num_sequences,
         num_heads=kv_heads,
         concurrent_heads=min(num_sequences, concurrent_heads),
+        stagger=stagger(num_tiles, 64 * row_bytes, q.device) if is_staggered else None,
         D=width,
         DV=v_width,
         GROUP=group,
@@ -182,7 +184,7 @@ def num_concurrent_heads(
 
 
 def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:
-    """Return the order of key tiles of `tile_bytes` each that `num_pieces` pieces of work read.
+    """Return the order of tiles of `tile_bytes` each that `num_pieces` pieces of work read.
 
     If these are fewer than the SMs, several KV heads are in progress at a time, each with a window in the L2 cache.
     """

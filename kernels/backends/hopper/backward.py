@@ -69,7 +69,7 @@ from ringspan.kernels.runtime.launch import CachedLaunch, Launch
 def attention_backward(
     dout, dout_tail, q, q_tail, k, k_tail, v, v_tail, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
     lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, concurrent_heads, scale, softcap,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, concurrent_heads, stagger, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     DQ_WIDTH: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
@@ -93,7 +93,7 @@ def attention_backward(
     )
     inputs = BackwardInputs(dout, q, k, v, lse, delta, turns, lse_strides, delta_strides, turns_strides)
     outputs = BackwardOutputs(dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
-    rules = Rules(mask, q_at, k_at, scale, softcap)
+    rules = Rules(mask, q_at, k_at, scale, softcap, stagger)
     memory = allocate_memory(inputs, dq, softcap, flags)
     # DEFER_LAST only where dk and dv are stored by TMA: elsewhere registers are scarce, and it needs some.
     sequence, tile = scheduled_tile(gl.program_id(0), num_tiles, num_sequences, concurrent_heads, dk_tiles is not None)

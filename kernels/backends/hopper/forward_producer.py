@@ -22,6 +22,8 @@ from ringspan.kernels.backends.hopper.common import (
     next_tile_end,
     nth_tile,
     scheduled_tile,
+    staggered_tile,
+    start_in_window,
     tile_border,
     wait_free,
     wait_full,
@@ -91,31 +93,6 @@ def fetch(inputs, memory, queue, work, index, b, h, row, piece_end, i, loaded, f
             for c in gl.static_range(flags.CONSUMERS):
                 load_tiles(q, b, h, row + c * 64, q_full, memory.q, q_slot * flags.CONSUMERS + c)
     return tile_end, LoadedKeys(kv_count, prev_b, prev_head, prev_key)
-
-
-@gluon.jit
-def start_in_window(piece, stagger):
-    """Return the place in a window at which a piece of work begins, in 1/65536 of the window."""
-    return piece // stagger.pieces_per_start % stagger.num_starts * 65536 // stagger.num_starts
-
-
-@gluon.jit
-def staggered_tile(tile, end, start, stagger):
-    """Return the tile to load instead of `tile`, one of the full tiles 0 … end - 1; a partial tile stays.
-
-        window 0            window 1
-        0 1 2 3 4 5 6 7     8 9 10 …        pieces 0 … 7     (window 8, num_starts 2)
-        4 5 6 7 0 1 2 3     12 13 14 …      pieces 8 … 15
-
-    Pieces of work that run concurrently read the same keys. If all read the same tile at a time, all would wait for DRAM with
-    the first one. So some (here eight) begin at one tile and the next at another: each reads a part of the window from DRAM and
-    finds the rest in the L2 cache, which holds one window of each head in progress. The order depends on the piece, not on the
-    thread block: thread blocks get other pieces in each run, and the order of sums must not change.
-    """
-    first = tile & -stagger.window
-    length = gl.minimum(stagger.window, end - first)
-    shifted = tile + start * length // 65536
-    return gl.where(tile < end, gl.where(shifted < first + length, shifted, shifted - length), tile)
 
 
 @gluon.jit

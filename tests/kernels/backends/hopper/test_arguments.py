@@ -109,11 +109,11 @@ def test_each_piece_of_work_reads_each_tile_of_a_window_once(
     end: int, window: int, num_starts: int, pieces_per_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     language = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minimum=min)
-    monkeypatch.setattr(forward_producer, "gl", language)
+    monkeypatch.setattr(hopper_common, "gl", language)
     stagger, first_tiles = Stagger(window, num_starts, pieces_per_start), set()
     for piece in range(3 * num_starts * pieces_per_start):
-        start = forward_producer.start_in_window.fn(piece, stagger)
-        tiles = [forward_producer.staggered_tile.fn(tile, end, start, stagger) for tile in range(end + 1)]
+        start = hopper_common.start_in_window.fn(piece, stagger)
+        tiles = [hopper_common.staggered_tile.fn(tile, end, start, stagger) for tile in range(end + 1)]
         assert tiles[end] == end  # a partial tile
         for first in range(0, end, window):
             last = min(first + window, end)

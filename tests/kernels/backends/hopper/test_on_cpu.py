@@ -12,7 +12,7 @@ from ringspan import Mask, attention
 from ringspan.kernels.backends.hopper import arguments as hopper_arguments
 from ringspan.kernels.backends.hopper import tile_sizes as hopper_tiles
 from ringspan.kernels.bench import tune
-from ringspan.kernels.blocks import block_forward
+from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 from ringspan.kernels.runtime.launch import Launch
 from tests.conftest import HAS_GPU
 from tests.kernels.backends.hopper.emulator import emulate
@@ -138,18 +138,51 @@ def test_forward_without_mask_is_bit_equal_in_any_order(window: int, monkeypatch
     torch.testing.assert_close(results[0][1], expected[1][0], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("mistake", ["one tile twice", "wraps around in the first window", "past the last tile"])
+WRONG_ORDERS = {
+    "one tile twice": lambda tile, end, start, stagger: max(int(tile), 1),
+    "wraps around in the first window": lambda tile, end, start, stagger: (int(tile) + int(start) * 4 // 65536) % 4,
+    "past the last tile": lambda tile, end, start, stagger: tile + start * 4 // 65536,
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_ORDERS)
 def test_a_wrong_order_of_keys_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_arguments, "STAGGER_BYTES", 4 * 128 * 2 * 64 * 2)
     monkeypatch.setattr(hopper_arguments, "PIECES_PER_START", 1)
-    wrong = {
-        "one tile twice": lambda tile, end, start, stagger: max(int(tile), 1),
-        "wraps around in the first window": lambda tile, end, start, stagger: (int(tile) + int(start) * 4 // 65536) % 4,
-        "past the last tile": lambda tile, end, start, stagger: tile + start * 4 // 65536,
-    }
-    emulate(monkeypatch, resident=2, staggered_tile=wrong[mistake])
+    emulate(monkeypatch, resident=2, staggered_tile=WRONG_ORDERS[mistake])
     with pytest.raises(AssertionError):
         check_case(Case("full", rows=960, keys=700, width=64, heads=(1, 1)), "hopper", torch.bfloat16, "cpu")
+
+
+def check_staggered_backward(width: int, v_width: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward whose tiles of keys read the queries in windows of four tiles, in different orders; two sequences."""
+    monkeypatch.setattr(hopper_arguments, "STAGGER_BYTES", 4 * 64 * 8 * width)
+    monkeypatch.setattr(hopper_arguments, "PIECES_PER_START", 1)
+    torch.manual_seed(0)
+    q, dout = (torch.randn(2, rows, 2, size, dtype=torch.bfloat16) for size in (width, v_width))
+    k, v = (torch.randn(2, 200, 1, size, dtype=torch.bfloat16) for size in (width, v_width))
+    out, lse = block_forward(*(x.float() for x in (q, k, v)), None, backend="reference")
+    results = []
+    for backend, inputs in (("hopper", (dout, q, k, v)), ("reference", tuple(x.float() for x in (dout, q, k, v)))):
+        gradients = [torch.zeros(x.shape) for x in (q, k, v)]
+        block_backward(*inputs, lse, output_delta(dout.float(), out), None, None, None, *gradients, backend=backend)
+        results.append(gradients)
+    for gradient, expected in zip(*results, strict=True):
+        assert (gradient - expected).norm() <= 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [40, 640, 700])
+@pytest.mark.parametrize("width, v_width", [(256, 256), (192, 128), (160, 160)])
+def test_backward_reads_all_queries_in_any_order(width: int, v_width: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=rows, resident=4)
+    check_staggered_backward(width, v_width, rows, monkeypatch)
+
+
+@pytest.mark.parametrize("mistake", WRONG_ORDERS)
+def test_a_wrong_order_of_queries_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, resident=4, staggered_tile=WRONG_ORDERS[mistake])
+    with pytest.raises(AssertionError):
+        check_staggered_backward(256, 256, 640, monkeypatch)
 
 
 @pytest.mark.slow
