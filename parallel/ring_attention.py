@@ -308,7 +308,7 @@ class RingCall:
             backward = op == "ring backward"
             chosen = choose_transport(transport, self.groups, q.device, k.nbytes + v.nbytes, backward)
             nbytes = gradient_bytes(k.shape[1], k, v)
-            blocks = blocks_per_step(chosen, layout, n.plan_right == 0, nbytes, k.shape[2], backward)
+            blocks = blocks_per_step(chosen, layout, n.plan_right == 0, nbytes, k.shape[2])
             plan = make_plan(layout, plan_mask, n.rank, blocks)
             self.transport = make_transport(chosen, self.groups, plan, q.device)
             self.uses_copy_engines = chosen in COPY_TRANSPORTS

@@ -98,16 +98,14 @@ def tensors(setting: Setting, rows: int, device: torch.device, dtype: torch.dtyp
 def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, backend: str, link: float = 0) -> Passes:
     """Return the forward and the backward of a rank, both compiled."""
     q, k, v, dout = inputs
-    forward_transport, backward_transport = (
-        make_simulated_transport(layout, mask, rank, k, v, backward, link) for backward in (False, True)
-    )
+    transport = make_simulated_transport(layout, mask, rank, k, v, link)
     options: dict[str, Any] = dict(scale=q.shape[-1] ** -0.5, backend=backend)
-    ring = choose_ring(q.shape[1], mask, forward_transport, adds_dq_atomically(q, v, **options))
+    ring = choose_ring(q.shape[1], mask, transport, adds_dq_atomically(q, v, **options))
     options["head_start"] = 0
-    out, lse = ring.ring_forward(q, k, v, mask, forward_transport, None, **options)
-    own = backward_transport.plan.steps[0].q_at
+    out, lse = ring.ring_forward(q, k, v, mask, transport, None, **options)
+    own = transport.plan.steps[0].q_at
     passes = (
-        lambda: ring.ring_forward(q, k, v, mask, forward_transport, None, **options),
+        lambda: ring.ring_forward(q, k, v, mask, transport, None, **options),
         lambda: ring.ring_backward(
             dout,
             output_delta(dout, out, backend=backend, mask=mask, q_at=own),
@@ -116,7 +114,7 @@ def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, bac
             v,
             lse,
             mask,
-            backward_transport,
+            transport,
             **options,
         ),
     )
@@ -124,14 +122,12 @@ def make_passes(inputs: list[Tensor], layout: Layout, mask: Mask, rank: int, bac
     return passes
 
 
-def make_simulated_transport(
-    layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, backward: bool, link: float
-) -> Transport:
+def make_simulated_transport(layout: Layout, mask: Mask, rank: int, k: Tensor, v: Tensor, link: float) -> Transport:
     """Return a simulated transport with the steps of `copy`; that of one rank needs no simulation."""
     if layout.ranks == 1:
         return SingleRankTransport(make_plan(layout, mask, rank))
     nbytes = gradient_bytes(k.shape[1], k, v)
-    blocks = blocks_per_step("copy", layout, True, nbytes, k.shape[2], backward)
+    blocks = blocks_per_step("copy", layout, True, nbytes, k.shape[2])
     return SimulatedTransport(make_plan(layout, mask, rank, blocks), link)
 
 

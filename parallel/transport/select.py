@@ -10,7 +10,7 @@ One step instead of P − 1 means one kernel and fewer waits, which helps short 
 and only the local block overlaps the transfers.
 
 dK/dV are sent directly to the owner rank (`gradient_return`), in up to four parts of some KV heads if a step has many bytes.
-At most three parts are in send buffers and two in receive buffers, little more memory than one step.
+At most two parts of a step with many bytes are in receive buffers; p2p has three in send buffers, too.
 """
 
 import functools
@@ -74,12 +74,12 @@ def _log_once(direction: str, nbytes: int, name: str, place: str) -> None:
     print(f"ringspan: the ring's {direction} moves {nbytes / 2**20:.1f} MiB a rank by {name} ({place})", file=sys.stderr)
 
 
-def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int, backward: bool) -> tuple[int, ...]:
+def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int) -> tuple[int, ...]:
     """Return the number of remote blocks of each step; nbytes and heads are those of one block's dK/dV.
 
-    Each step of `copy` has twice as many blocks as the step before, whose kernel overlaps their transfer: 1, 2, 4, … This makes
-    fewer kernels, each of which has a last wave, and fewer launches, which delay short blocks. A backward has the reverse
-    order, because gradients are returned during later steps. A step has no more blocks than go in as many parts as one block.
+    Each step of `copy` has half as many blocks as the step before: …, 4, 2, 1. This makes fewer kernels, each of which has a
+    last wave, and fewer launches, which delay short blocks. The last step is the smallest: its kernel's last wave is short, and
+    its gradients are returned last. A step has no more blocks than go in as many parts as one block.
     """
     num_blocks = layout.ranks - 1
     if transport in SINGLE_STEP_TRANSPORTS:
@@ -93,7 +93,7 @@ def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, h
     while remaining:
         blocks.append(min(2 ** len(blocks), remaining, max_blocks))
         remaining -= blocks[-1]
-    return tuple(reversed(blocks) if backward else blocks)
+    return tuple(reversed(blocks))
 
 
 def make_transport(transport: str, groups: RingGroups, plan: Plan, device: torch.device) -> Transport:

@@ -31,7 +31,7 @@ def ring_backward_buffers(
     blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
     parts = _num_parts(elements, heads, rows // batch)
     max_held = HELD_BYTES if 4 * elements > SMALL_BYTES else 0
-    sums = _returned_bytes([4 * elements * step / parts for step in reversed(steps) for _ in range(parts)], max_held, copied)
+    sums = _returned_bytes([4 * elements * step / parts for step in steps for _ in range(parts)], max_held, copied)
     # Copy engines: half of the local block, kept apart from the remote gradients, or none if the block is computed at once.
     # With p2p it exists only at the end.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
@@ -73,7 +73,7 @@ def _blocks_per_step(ring: int, elements: int, heads: int, rows: int, doubling: 
     while left:
         steps.append(min(2 ** len(steps), left, limit))
         left -= steps[-1]
-    return steps
+    return steps[::-1]
 
 
 def _num_parts(elements: int, heads: int, rows: int) -> int:

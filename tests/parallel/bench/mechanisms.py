@@ -61,7 +61,7 @@ class Problem(NamedTuple):
 
     inputs: list[Tensor]  # q, k, v, dout
     mask: Mask
-    transports: dict[str, Transport]
+    transport: Transport
     results: tuple[Tensor, Tensor]  # out, lse
 
 
@@ -104,8 +104,8 @@ def whole_and_last(heads: int, keys: int) -> list[gradient_return.Half]:
 
 def variants(problem: Problem) -> dict[str, Variant]:
     """Return the ring without each of the mechanisms that it uses here."""
-    (q, k, v, _), mask, transports, _ = problem
-    plans = {way: transport.plan for way, transport in transports.items()}
+    (q, k, v, _), mask, transport, _ = problem
+    plan = transport.plan
     casts = without("casts", CastsOnCaller)
     sums = without("sums", lambda device: CurrentStream())
     filler = without("filler", lambda device: ring_overlapped.kernel_streams(device)[0])
@@ -120,7 +120,7 @@ def variants(problem: Problem) -> dict[str, Variant]:
         "stream of sums": Variant("backward", ((gradient_return, "SideStream", sums),)),
         "filler stream": Variant("backward", ((ring_overlapped, "SideStream", filler),)),
     }
-    if sum(map(length, plans["backward"].shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
+    if sum(map(length, plan.shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
         if gradient_return.halves_fill_sms(k, k.shape[1]):
             for name, halves in (("first", gradient_return.whole_block), ("last", whole_and_last)):
                 patches = ((gradient_return, "half_blocks", halves),)
@@ -128,16 +128,16 @@ def variants(problem: Problem) -> dict[str, Variant]:
         else:
             patches = ((gradient_return, "TILES_PER_SM", 0),)
             table["local block whole and first, instead of in halves"] = Variant("backward", patches)
-    if ring_overlapped.equivalent_rows(q.shape[1], mask) * len(plans["forward"].steps) > ring_overlapped.SPLIT_HEADS_ABOVE:
+    if ring_overlapped.equivalent_rows(q.shape[1], mask) * len(plan.steps) > ring_overlapped.SPLIT_HEADS_ABOVE:
         patches = ((ring_overlapped, "SPLIT_HEADS_ABOVE", math.inf),)
         table["forward in two halves of heads"] = Variant("forward", patches)
         table["overlapped forward, instead of the plain ring's"] = Variant("forward", ring=ring)
-        if plans["forward"].unfinished:
+        if plan.unfinished:
             table["stream of casts"] = Variant("forward", ((ring_overlapped, "SideStream", casts),))
     block_bytes = select.gradient_bytes(k.shape[1], k, v)
-    if len(plans["backward"].steps) > 2 and block_bytes > gradient_return.SMALL_BYTES:
+    if len(plan.steps) > 2 and block_bytes > gradient_return.SMALL_BYTES:
         table["sums of several arrivals"] = Variant("backward", ((gradient_return, "HELD_BYTES", 0),))
-    if select.num_parts(plans["backward"], k, v) > 1:
+    if select.num_parts(plan, k, v) > 1:
         table["gradients in parts of some heads"] = Variant("backward", ((select, "PART_BYTES", 2**40),))
     return table
 
@@ -153,26 +153,24 @@ def replaced(patches: tuple[Patch, ...]) -> Iterator[None]:
 def make_problem(inputs: list[Tensor], layout: Layout, setting: Setting, rank: int, link: float) -> Problem:
     q, k, v, _ = inputs
     mask = setting.mask(layout.length)
-    forward, backward = (
-        rehearse.make_simulated_transport(layout, mask, rank, k, v, is_backward, link) for is_backward in (False, True)
-    )
-    results = ring.ring_forward(q, k, v, mask, forward, None, scale=q.shape[-1] ** -0.5, **OPTIONS)
-    return Problem(inputs, mask, {"forward": forward, "backward": backward}, results)
+    transport = rehearse.make_simulated_transport(layout, mask, rank, k, v, link)
+    results = ring.ring_forward(q, k, v, mask, transport, None, scale=q.shape[-1] ** -0.5, **OPTIONS)
+    return Problem(inputs, mask, transport, results)
 
 
 def make_calls(variant: Variant, problem: Problem) -> dict[str, Call]:
     """Return a call for each direction in which a variant differs."""
-    (q, k, v, dout), mask, transports, (out, lse) = problem
-    scale, q_at = q.shape[-1] ** -0.5, transports["backward"].plan.steps[0].q_at
+    (q, k, v, dout), mask, transport, (out, lse) = problem
+    scale, q_at = q.shape[-1] ** -0.5, transport.plan.steps[0].q_at
 
     def forward() -> None:
         with replaced(variant.patches):
-            variant.ring.ring_forward(q, k, v, mask, transports["forward"], None, scale=scale, **OPTIONS)
+            variant.ring.ring_forward(q, k, v, mask, transport, None, scale=scale, **OPTIONS)
 
     def backward() -> None:
         delta = output_delta(dout, out, backend="auto", mask=mask, q_at=q_at)
         with replaced(variant.patches):
-            variant.ring.ring_backward(dout, delta, q, k, v, lse, mask, transports["backward"], scale=scale, **OPTIONS)
+            variant.ring.ring_backward(dout, delta, q, k, v, lse, mask, transport, scale=scale, **OPTIONS)
 
     calls = {"forward": forward, "backward": backward}
     return calls if variant.directions == "both" else {variant.directions: calls[variant.directions]}
@@ -216,10 +214,8 @@ def measure(setting: Setting, layout: Layout, rank: int, rounds: int, rep: float
     calls = {name: make_calls(variant, problem) for name, variant in {"": Variant("both"), **variants(problem)}.items()}
     with replaced(((rehearse, "blocks_per_step", lambda *_: (1,) * (layout.ranks - 1)),)):
         one_block_each = make_problem(shard, layout, setting, rank, link)
-    for way, transport in problem.transports.items():
-        if len(one_block_each.transports[way].plan.steps) != len(transport.plan.steps):
-            name = "steps of 1, 2, 4, … blocks"
-            calls.setdefault(name, {})[way] = make_calls(Variant("both"), one_block_each)[way]
+    if len(one_block_each.transport.plan.steps) != len(problem.transport.plan.steps):
+        calls["steps of several blocks"] = make_calls(Variant("both"), one_block_each)
     calls["alone"] = make_calls(Variant("both", ring=ring), make_problem(sequence, single, setting, 0, link))
     queued_times(calls[""]["forward"], 1, device)  # compiles
     counts = {way: max(1, min(10, int(rep / queued_times(call, 1, device).ms))) for way, call in calls[""].items()}

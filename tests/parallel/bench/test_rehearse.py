@@ -42,7 +42,7 @@ def test_kernels_get_the_blocks_of_a_ring(rank: int, monkeypatch: pytest.MonkeyP
     for name, call, backward in zip(num_keys, passes, (False, True), strict=True):
         num_keys[name].clear()
         call()
-        steps = make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, 1, 2, backward)).steps
+        steps = make_plan(layout, mask, rank, blocks_per_step("copy", layout, True, 1, 2)).steps
         # the backward splits the local block into two halves, here of its heads
         local = [48] if not backward else [48, 48]
         assert sorted(num_keys[name]) == sorted([*local, *(step.num_keys for step in steps[1:])])

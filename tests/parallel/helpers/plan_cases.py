@@ -26,15 +26,10 @@ def one_per_step(ranks: int) -> tuple[int, ...]:
     return ()
 
 
-def doubling(ranks: int) -> tuple[int, ...]:
-    """Steps of `copy` in a forward."""
-    return blocks_per_step("copy", Layout("zigzag", ranks, ranks), True, 1, 8, False)
-
-
 def halving(ranks: int) -> tuple[int, ...]:
-    """Steps of `copy` in a backward."""
-    return blocks_per_step("copy", Layout("zigzag", ranks, ranks), True, 1, 8, True)
+    """Steps of `copy`."""
+    return blocks_per_step("copy", Layout("zigzag", ranks, ranks), True, 1, 8)
 
 
 def single_step(ranks: int) -> tuple[int, ...]:
-    return blocks_per_step("copy_all", Layout("zigzag", ranks, ranks), True, 1, 8, False)
+    return blocks_per_step("copy_all", Layout("zigzag", ranks, ranks), True, 1, 8)

@@ -10,13 +10,13 @@ from ringspan import Layout, Mask
 from ringspan.kernels.segments import ascending_ranges, check_segments, num_rows, positions
 from ringspan.parallel.layout import KINDS
 from ringspan.parallel.plan import ROW_MULTIPLE, make_plan
-from tests.parallel.helpers.plan_cases import LENGTH, MASKS, doubling, halving, one_per_step, single_step
+from tests.parallel.helpers.plan_cases import LENGTH, MASKS, halving, one_per_step, single_step
 
 
 def test_buffer_sizes_do_not_depend_on_the_documents() -> None:
     """To grow a buffer in the middle of a run, all ranks would have to synchronise."""
     layout = Layout("zigzag", 1024, 8)
-    for blocks in (one_per_step(8), doubling(8), halving(8)):
+    for blocks in (one_per_step(8), halving(8)):
         masks = [Mask.from_lengths(lengths, causal=True) for lengths in ([1024], [300, 724], [37] * 27 + [25], [1000, 24])]
         assert {make_plan(layout, mask, 3, blocks).max_keys for mask in masks} == {128 * max(blocks, default=1)}
 
@@ -25,7 +25,7 @@ def test_buffer_sizes_do_not_depend_on_the_documents() -> None:
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_a_step_of_several_blocks_is_one_kernel(kind: str, ranks: int) -> None:
     layout = Layout(kind, 64 * ranks, ranks)
-    for blocks, rank in itertools.product((doubling, halving, single_step), range(ranks)):
+    for blocks, rank in itertools.product((halving, single_step), range(ranks)):
         steps = make_plan(layout, Mask(causal=kind == "zigzag"), rank, blocks(ranks)).steps
         assert len(steps) == 1 + len(blocks(ranks))
         for step in steps[1:]:
@@ -33,7 +33,7 @@ def test_a_step_of_several_blocks_is_one_kernel(kind: str, ranks: int) -> None:
             assert len(ascending_ranges(q_at)) <= 1 and len(ascending_ranges(k_at)) <= 1
 
 
-@pytest.mark.parametrize("blocks", [one_per_step, doubling, single_step])
+@pytest.mark.parametrize("blocks", [one_per_step, halving, single_step])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_move_each_visible_key_once(kind: str, name: str, blocks: Callable[[int], tuple[int, ...]]) -> None:
@@ -166,7 +166,7 @@ def test_a_causal_zigzag_reads_half_of_an_earlier_rank() -> None:
 def test_row_ranges_are_multiples_of_16_with_documents() -> None:
     """Triton compiles a kernel again for integers that 16 does not divide."""
     ids = torch.repeat_interleave(torch.arange(6), torch.tensor([37, 301, 5, 403, 129, 149]))
-    for kind, blocks in itertools.product(("contiguous", "zigzag"), (one_per_step, doubling, single_step)):
+    for kind, blocks in itertools.product(("contiguous", "zigzag"), (one_per_step, halving, single_step)):
         layout = Layout(kind, 1024, 4)
         for rank in range(4):
             plan = make_plan(layout, Mask(causal=True, documents=ids), rank, blocks(4))

@@ -49,7 +49,7 @@ class ExpectedCall(NamedTuple):
     """Inputs of one call, and its right results."""
 
     mask: Mask
-    plans: list[list[Plan]]  # per rank: of forward and backward
+    plans: list[Plan]  # per rank
     shards: list[list[torch.Tensor]]  # per rank: q, k, v, dout
     expected: list[list[torch.Tensor]]  # per rank: out, dq, dk, dv
     visible: dict[tuple[int, int], int]  # owner rank, reader rank: number of the owner's rows that the reader's queries see
@@ -66,8 +66,8 @@ def make_call(shape: SequenceShape, inputs: list[torch.Tensor], ranks: int, step
     )
     _, k, v, _ = shards[0]
     nbytes = select.gradient_bytes(k.shape[1], k, v)
-    blocks = [select.blocks_per_step(steps_of, layout, True, nbytes, k.shape[2], backward) for backward in (False, True)]
-    plans = [[make_plan(layout, mask, rank, each) for each in blocks] for rank in range(ranks)]
+    blocks = select.blocks_per_step(steps_of, layout, True, nbytes, k.shape[2])
+    plans = [make_plan(layout, mask, rank, blocks) for rank in range(ranks)]
     position = torch.arange(q.shape[1])
     distance = position[:, None] - position
     sees = (distance >= 0) & (distance < (shape.window or q.shape[1]))
@@ -135,13 +135,13 @@ def violations(
                 q, k, v, dout = call.shards[rank]
                 k, v = k.clone(), v.clone()
                 with machine.capture():
-                    transport = ObservedTransport(machine, groups, call.plans[rank][0], 2 * i)
+                    transport = ObservedTransport(machine, groups, call.plans[rank], 2 * i)
                     out, lse = ring.ring_forward(q, k, v, call.mask, transport, None, 0, **OPTIONS)
                 outputs = [out]
                 if backward:
                     delta = machine.output_delta(dout, out)
                     with machine.capture():
-                        transport = ObservedTransport(machine, groups, call.plans[rank][1], 2 * i + 1)
+                        transport = ObservedTransport(machine, groups, call.plans[rank], 2 * i + 1)
                         outputs += ring.ring_backward(dout, delta, q, k, v, lse, call.mask, transport, 0, **OPTIONS)
                 assert all(x.allocated_on == machine.current for x in (outputs[0], *outputs[2:]))  # type: ignore[attr-defined]
                 results[rank] += [x.clone() for x in outputs]  # on the caller's stream

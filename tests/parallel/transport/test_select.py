@@ -15,32 +15,31 @@ from ringspan.parallel.transport.select import (
     blocks_per_step,
     choose_transport,
 )
-from tests.parallel.helpers.plan_cases import doubling, halving, single_step
+from tests.parallel.helpers.plan_cases import halving, single_step
 
 
-def test_steps_of_copy_double_in_a_forward_and_halve_in_a_backward() -> None:
-    sizes = [(doubling(ranks), halving(ranks), single_step(ranks)) for ranks in (2, 3, 4, 6, 8)]
-    assert [forward for forward, _, _ in sizes] == [(1,), (1, 1), (1, 2), (1, 2, 2), (1, 2, 4)]
-    assert [backward for _, backward, _ in sizes] == [(1,), (1, 1), (2, 1), (2, 2, 1), (4, 2, 1)]
-    assert [all_blocks for _, _, all_blocks in sizes] == [(1,), (2,), (3,), (5,), (7,)]
+def test_steps_of_copy_halve() -> None:
+    ranks = (2, 3, 4, 6, 8)
+    assert [halving(n) for n in ranks] == [(1,), (1, 1), (2, 1), (2, 2, 1), (4, 2, 1)]
+    assert [single_step(n) for n in ranks] == [(1,), (2,), (3,), (5,), (7,)]
     for kind, transport, causal in (("striped", "copy", True), ("zigzag", "copy", False), ("zigzag", "p2p", True)):
-        assert blocks_per_step(transport, Layout(kind, 8, 8), causal, 1, 8, False) == (1,) * 7
+        assert blocks_per_step(transport, Layout(kind, 8, 8), causal, 1, 8) == (1,) * 7
 
 
 @pytest.mark.parametrize(
     "nbytes, heads, rows, blocks",
     [
-        (PART_BYTES // 2, 8, 2 * SHORT_SHARD, (1, 2, 2, 2)),
+        (PART_BYTES // 2, 8, 2 * SHORT_SHARD, (2, 2, 2, 1)),
         (PART_BYTES, 8, 2 * SHORT_SHARD, (1,) * 7),  # two blocks would need four parts
-        (PART_BYTES * 2, 8, 2 * SHORT_SHARD, (1, 2, 2, 2)),  # one block needs four parts, and so do two
+        (PART_BYTES * 2, 8, 2 * SHORT_SHARD, (2, 2, 2, 1)),  # one block needs four parts, and so do two
         (PART_BYTES * 2, 2, 2 * SHORT_SHARD, (1,) * 7),  # one block goes in two parts, which a second one would enlarge
         (PART_BYTES * 2, 8, SHORT_SHARD, (1,) * 7),  # one block goes in one part
         (PART_BYTES * 4, 8, SHORT_SHARD, (1,) * 7),
-        (PART_BYTES // 4, 1, SHORT_SHARD, (1, 2, 4)),
+        (PART_BYTES // 4, 1, SHORT_SHARD, (4, 2, 1)),
     ],
 )
 def test_a_step_has_no_more_parts_than_a_block(nbytes: int, heads: int, rows: int, blocks: tuple[int, ...]) -> None:
-    assert blocks_per_step("copy", Layout("zigzag", 8 * rows, 8), True, nbytes, heads, False) == blocks
+    assert blocks_per_step("copy", Layout("zigzag", 8 * rows, 8), True, nbytes, heads) == blocks
 
 
 def test_auto_follows_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_a_late_reader_delays_no_other_rank(
         monkeypatch.setattr(ring_overlapped, "block_forward", forward)
         for rank in range(ranks):
             machine.current = rank, "caller"
-            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank][0], 0)
+            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank], 0)
             outs.append(ring_overlapped.ring_forward(*call.shards[rank][:3], call.mask, transport, None, 0, **OPTIONS)[0])
         monkeypatch.undo()
     machine.run(may_stall=True)
@@ -273,7 +273,7 @@ def test_a_late_reader_delays_only_its_neighbours_gradients(late: int, loop: Mod
             if rank == late:
                 machine.enqueue(lambda: None, lambda: False)
             q, k, v, dout = call.shards[rank]
-            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank][1], 0)
+            transport = ObservedTransport(machine, make_groups(late, rank), call.plans[rank], 0)
             delta = machine.output_delta(dout, call.expected[rank][0])
             grads.append(loop.ring_backward(dout, delta, q, k, v, lse_shards[rank], call.mask, transport, 0, **OPTIONS))
     machine.run(may_stall=True)

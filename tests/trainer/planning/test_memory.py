@@ -242,7 +242,7 @@ def test_blocks_per_step_are_those_of_the_transport(ring: int) -> None:
     for elements, heads in itertools.product((1, part // 2, part, part * 2, part * 2 + 1, part * 9), (1, 2, 6, 8)):
         for kind, rows in itertools.product(("zigzag", "contiguous", "striped"), (2, short, short + 2)):
             layout = Layout(kind, rows * ring, ring)
-            blocks = select.blocks_per_step("copy", layout, True, 4 * elements, heads, False)
+            blocks = select.blocks_per_step("copy", layout, True, 4 * elements, heads)
             assert tuple(ring_memory._blocks_per_step(ring, elements, heads, rows, kind != "striped")) == blocks
 
 
@@ -276,7 +276,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     rows, width = 256, 32
     layout = Layout(kind, rows * ring, ring)
     nbytes = 4 * batch * rows * heads * 2 * width
-    blocks = select.blocks_per_step("copy", layout, False, nbytes, heads, True)
+    blocks = select.blocks_per_step("copy", layout, False, nbytes, heads)
     plan = make_plan(layout, Mask(), 1, blocks)
     groups = RingGroups(SimpleNamespace(rank=lambda: 1), None, True, [], 1.0)  # type: ignore[arg-type]
     transport = copy_engine.CopyEngineTransport(groups, plan, torch.device("cpu"))
