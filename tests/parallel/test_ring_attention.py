@@ -188,5 +188,5 @@ def test_a_sequence_without_tokens(ranks: int, pools) -> None:
     "mask, visible", [(CAUSAL, 1), (dict(causal=True, documents=[0] * 7 + [1] * 9), 2)], ids=["causal", "documents"]
 )
 def test_layers_with_one_mask_share_plans(mask: dict, visible: int, pools) -> None:
-    """Visible rows are computed once, with documents also once without them; forward and backward have a plan each."""
-    assert pools(4)(jobs.count_planning, mask) == [(visible, 2)] * 4
+    """Visible rows are computed once, with documents also once without them; forward and backward have one plan."""
+    assert pools(4)(jobs.count_planning, mask) == [(visible, 1)] * 4

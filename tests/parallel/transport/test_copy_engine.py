@@ -47,7 +47,7 @@ def test_a_step_waits_only_for_its_owner_and_reader_ranks(pools) -> None:
     """For all its owners at once, and for all its readers at once."""
     (ready_0, ready_1), (read_0, read_1) = GRADS_READY, GRADS_READ  # of the two slots, of which slot 1 comes first
     for counts in pools(4)(jobs.count_waits, RingCase("waits", ring=4, transport="copy", mask=dict(causal=True))):
-        assert counts["forward"] == {SLOT_FREE: [1, 2], KV_WRITTEN: [1, 2]}
+        assert counts["forward"] == {SLOT_FREE: [2, 1], KV_WRITTEN: [2, 1]}
         gradients = {ready_1: [2], ready_0: [1], read_1: [2], read_0: [1]}
         assert counts["backward"] == {SLOT_FREE: [2, 1], KV_WRITTEN: [2, 1]} | gradients
     window = RingCase("window", ring=4, kind="contiguous", transport="copy", mask=dict(causal=True, window=2))
