@@ -24,8 +24,9 @@ from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.select import num_parts
 from ringspan.parallel.transport.streams import SideStream, Wait
 
-SMALL_BYTES = 2**26  # of dK/dV of the local rows, up to which returned gradients are added at once
-HELD_BYTES = 2**29  # of returned gradients that are kept otherwise
+# Bytes of returned gradients that are kept to be added together. The local dK/dV decide: with SMALL_BYTES or less a sum finds
+# idle SMs, and with HELD_BYTES or more the memory would cost more than the 1 % that it gains.
+SMALL_BYTES, HELD_BYTES = 2**26, 2**29
 TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
 TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 
@@ -58,7 +59,7 @@ class GradientReturn:
     has no rows. The ring writes `first_buffer` before the first `send`, and passes the last half's output to `finish`.
 
     Each sum reads and writes `local_sums`, and a later send waits for it. So gradients are kept until they exceed HELD_BYTES,
-    then added together; `finish` adds the rest. Small ones are added at once, on SMs that kernels leave idle.
+    then added together; `finish` adds the rest. Very small and very large ones are added at once (see SMALL_BYTES).
 
     Args:
         transport: Transport of the call.
@@ -91,7 +92,7 @@ class GradientReturn:
         self.num_parts = num_parts(transport.plan, k, v)
         self.num_buffers = self.num_sent = 0  # parts so far; their parity is the slot
         self.returned: list[Arrival] = []  # not added yet
-        self.max_held_bytes = HELD_BYTES if self.local_sums.nbytes > SMALL_BYTES else 0
+        self.max_held_bytes = HELD_BYTES if SMALL_BYTES < self.local_sums.nbytes < HELD_BYTES else 0
         self.sum_stream = SideStream(k.device, "sums", priority)
         self.sums_completion: Wait = lambda: None
         self.being_summed: list[Arrival] = []  # read by sums that the caller's stream has not waited for

@@ -3,7 +3,7 @@
 import math
 
 # Copies of constants in ringspan/parallel: bytes above which a block's dK/dV are sent in parts, and rows of a short shard
-# (transport/select.py); bytes up to which they are added at once, and that are kept otherwise (gradient_return.py).
+# (transport/select.py); bytes between which they are kept, and that are kept at most (gradient_return.py).
 # tests/trainer/planning/test_memory.py compares them.
 PART_BYTES, SHORT_SHARD, SMALL_BYTES, HELD_BYTES = 2**28, 2**15, 2**26, 2**29
 
@@ -30,7 +30,7 @@ def ring_backward_buffers(
     steps = _blocks_per_step(ring, elements, heads, rows // batch, copied and doubling)
     blocks = (0 if copied else min(2, len(steps))) + (batch > 1)  # receive buffers (double buffering), and a packed copy
     parts = _num_parts(elements, heads, rows // batch)
-    max_held = HELD_BYTES if 4 * elements > SMALL_BYTES else 0
+    max_held = HELD_BYTES if SMALL_BYTES < 4 * elements < HELD_BYTES else 0
     sums = _returned_bytes([4 * elements * step / parts for step in steps for _ in range(parts)], max_held, copied)
     # Copy engines: half of the local block, kept apart from the remote gradients, or none if the block is computed at once.
     # With p2p it exists only at the end.

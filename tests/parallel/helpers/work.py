@@ -38,7 +38,7 @@ class RingCase:
     part_bytes: int = 2**28
     split_heads_above: int = 0  # shard rows × steps above which a forward launches two kernels per step
     tiles_per_sm: float = 0  # from which a backward computes the local block in halves
-    small_bytes: int = 2**26  # of the local dK/dV, up to which returned gradients are added at once
+    small_bytes: int = 2**26  # of the local dK/dV, above which returned gradients are kept
     device: str = "cpu"
 
     def __str__(self) -> str:
