@@ -8,7 +8,6 @@ The sums run on a side stream, so that none delays a kernel. Their priority is l
 the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
 """
 
-import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,12 +20,12 @@ from ringspan.parallel.plan import Piece
 from ringspan.parallel.row_ranges import bounding_range, contains, length, packed_position, relative_to
 from ringspan.parallel.transport.base import Transport, received, split_by_piece
 from ringspan.parallel.transport.buffers import split_gradients
-from ringspan.parallel.transport.select import num_parts
+from ringspan.parallel.transport.select import gradient_bytes, num_parts
 from ringspan.parallel.transport.streams import SideStream, Wait
 
-# Bytes of returned gradients that are kept to be added together. The local dK/dV decide: with SMALL_BYTES or less a sum finds
-# idle SMs, and with HELD_BYTES or more the memory would cost more than the 1 % that it gains.
-SMALL_BYTES, HELD_BYTES = 2**26, 2**29
+# Bytes of the local dK/dV between which gradients that arrive are kept and added together, KEPT_BYTES at most. A sum of fewer
+# finds idle SMs; more would need gigabytes for a gain of at most 1 %.
+SMALL_BYTES, LARGE_BYTES, KEPT_BYTES = 2**26, 2**29, 2**29
 TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
 TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 
@@ -58,8 +57,8 @@ class GradientReturn:
     while the last gradients are returned. If halves would not fill the SMs, the first half is the whole block and the last one
     has no rows. The ring writes `first_buffer` before the first `send`, and passes the last half's output to `finish`.
 
-    Each sum reads and writes `local_sums`, and a later send waits for it. So gradients are kept until they exceed HELD_BYTES,
-    then added together; `finish` adds the rest. Very small and very large ones are added at once (see SMALL_BYTES).
+    Each sum reads and writes `local_sums`, and a later send waits for it. So some parts are kept and added together; `finish`
+    adds the rest. Their number is equal on all ranks. Small and large parts are added one by one (see SMALL_BYTES).
 
     Args:
         transport: Transport of the call.
@@ -91,8 +90,10 @@ class GradientReturn:
         self.summed = [self._part(*self.first_half)]  # parts of local_sums that contain gradients; they have different heads
         self.num_parts = num_parts(transport.plan, k, v)
         self.num_buffers = self.num_sent = 0  # parts so far; their parity is the slot
-        self.returned: list[Arrival] = []  # not added yet
-        self.max_held_bytes = HELD_BYTES if SMALL_BYTES < self.local_sums.nbytes < HELD_BYTES else 0
+        part_bytes = gradient_bytes(transport.plan.max_keys, k, v) // self.num_parts
+        is_kept = SMALL_BYTES < self.local_sums.nbytes < LARGE_BYTES
+        self.max_kept = max(1, KEPT_BYTES // part_bytes) if is_kept else 1
+        self.arrivals: list[Arrival] = []  # not added yet; the last one may be in transfer
         self.sum_stream = SideStream(k.device, "sums", priority)
         self.sums_completion: Wait = lambda: None
         self.being_summed: list[Arrival] = []  # read by sums that the caller's stream has not waited for
@@ -129,18 +130,15 @@ class GradientReturn:
         Every rank calls this equally often, also for a part that is empty on this rank.
         """
         pieces = self.transport.plan.sends[index]
-        shape = sum(len(piece) for piece in pieces), *send_buffer.shape[1:]
-        held_bytes = sum(arrival.recv_buffer.nbytes for arrival in self.returned)
-        new_bytes = math.prod(shape) * self.local_sums.itemsize
-        if held_bytes > 0 and held_bytes + new_bytes > self.max_held_bytes:
-            self._add_returned()
-        recv_buffer = self.local_sums.new_empty(shape)
+        if len(self.arrivals) == self.max_kept:
+            self._add_arrivals()
+        recv_buffer = self.local_sums.new_empty((sum(len(piece) for piece in pieces), *send_buffer.shape[1:]))
         self.num_sent += 1
         wait = self.transport.return_gradients(index, self.num_sent % 2, send_buffer, recv_buffer)
-        self.returned.append(Arrival(wait, pieces, kv_heads, recv_buffer, send_buffer))
+        self.arrivals.append(Arrival(wait, pieces, kv_heads, recv_buffer, send_buffer))
 
-    def _add_returned(self) -> None:
-        """Add what was returned to local_sums, on the stream of sums."""
+    def _add_arrivals(self) -> None:
+        """Add what has arrived to local_sums, on the stream of sums."""
         self.wait_for_sums()
         with self.sum_stream.run():
             arrived, summed = self._arrived_parts(), list[Part]()
@@ -149,7 +147,7 @@ class GradientReturn:
                 if sums := [self._accumulate(kv_heads, old, new)] if new else old:
                     summed.append(self._part(kv_heads, sums[0].rows))
         self.summed = summed
-        self.sums_completion, self.being_summed, self.returned = self.sum_stream.completion(), self.returned, []
+        self.sums_completion, self.being_summed, self.arrivals = self.sum_stream.completion(), self.arrivals, []
 
     def wait_for_sums(self) -> None:
         """Make the current stream wait for the sums launched so far, and release the buffers that they read."""
@@ -186,7 +184,7 @@ class GradientReturn:
     def _arrived_parts(self) -> list[Part]:
         """Make the current stream wait for all transfers; return their gradients."""
         parts = []
-        for arrival in self.returned:
+        for arrival in self.arrivals:
             arrival.wait()
             received["dkv"] += len(arrival.pieces)
             views = split_by_piece(arrival.pieces, (arrival.recv_buffer,))

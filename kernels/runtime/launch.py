@@ -137,7 +137,7 @@ def any_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _any_size(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a tuple argument with its integers replaced (see any_sizes)."""
-    if any(isinstance(x, tuple) for x in values):
+    if all(isinstance(x, tuple) for x in values):  # one for each of several tensors
         return tuple(_any_size(name, x) for x in values)
     if name.endswith("_strides"):
         *outer, last = values

@@ -10,7 +10,7 @@ One step instead of P − 1 means one kernel and fewer waits, which helps short 
 and only the local block overlaps the transfers.
 
 dK/dV are sent directly to the owner rank (`gradient_return`), in up to four parts of some KV heads if a step has many bytes.
-At most two parts of a step with many bytes are in receive buffers; p2p has three in send buffers, too.
+Parts that arrive stay in receive buffers until they are added; p2p's send buffers exist as long.
 """
 
 import functools
@@ -77,9 +77,9 @@ def _log_once(direction: str, nbytes: int, name: str, place: str) -> None:
 def blocks_per_step(transport: str, layout: Layout, causal: bool, nbytes: int, heads: int) -> tuple[int, ...]:
     """Return the number of remote blocks of each step; nbytes and heads are those of one block's dK/dV.
 
-    Each step of `copy` has half as many blocks as the step before: …, 4, 2, 1. This makes fewer kernels, each of which has a
-    last wave, and fewer launches, which delay short blocks. The last step is the smallest: its kernel's last wave is short, and
-    its gradients are returned last. A step has no more blocks than go in as many parts as one block.
+    The last step of `copy` has one block, and each other step at most twice as many as the next: …, 4, 2, 1. This makes fewer
+    kernels, each of which has a last wave, and fewer launches, which delay short blocks. The last step is the smallest: its
+    kernel's last wave is short, and its gradients are returned last. A step has no more blocks than go in as many parts as one.
     """
     num_blocks = layout.ranks - 1
     if transport in SINGLE_STEP_TRANSPORTS:

@@ -141,11 +141,11 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     rotations = 2 if config.rope.layers == "full" else 1  # of layers with scaled frequencies, and of those without
     always["rotary angles, tokens"] = n * (4 * width * rotations + 8 * 4)
     kv_heads = math.lcm(model.kv_heads, ulysses) // ulysses  # of a ring's rank, whose rows are ulysses times as many
-    doubling = config.parallel.layout != "striped"  # layouts whose steps may take several blocks
+    several_blocks = config.parallel.layout != "striped"  # layouts whose steps may take several blocks
     group_heads = math.lcm(plan.heads, ulysses) // ulysses if plan.heads else kv_heads
     ring_shape = config.data.micro_batch, n * ulysses, group_heads, 2 * width, ring, b
     if ring > 1 and gpu:  # for copy engines, the transport within one host
-        always[SYMMETRIC] = symmetric_memory(*ring_shape, doubling)
+        always[SYMMETRIC] = symmetric_memory(*ring_shape, several_blocks)
 
     saved = saved_by_autograd(config, sizes, gpu) if plan.keeps_everything else 0.0
     kept, on_host = kept_by_layers(plan, model.layers, sizes, saved)
@@ -161,7 +161,7 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     ring_buffers = 0.0
     if ring > 1:
         across_hosts = ring_backward_buffers(*ring_shape) - always.get(SYMMETRIC, 0)
-        ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, doubling))
+        ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, several_blocks))
     result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, counts, ring, ulysses > 1, gpu)
     result.terms["a layer's backward"] = working_set(config, plan, sizes, counts, ring_buffers, ring, ulysses > 1, gpu)
     last_out = sizes.outs if plan.outs_on_host == plan.outs else 0.0

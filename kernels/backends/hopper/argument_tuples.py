@@ -61,7 +61,7 @@ class LoadedKeys(NamedTuple):
 
 
 class Stagger(NamedTuple):
-    """Order of full key tiles without a mask (forward_producer.staggered_tile)."""
+    """Order of tiles without a mask: of keys, in the backward of queries (common.staggered_tile)."""
 
     window: Any  # tiles, a power of two
     num_starts: Any  # different first tiles within a window

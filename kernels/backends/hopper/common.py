@@ -100,7 +100,7 @@ def start_in_window(piece, stagger):
 
 @gluon.jit
 def staggered_tile(tile, end, start, stagger):
-    """Return the tile to load instead of `tile`, one of the full tiles 0 … end - 1; a partial tile stays.
+    """Return the tile to load instead of `tile`, one of the tiles 0 … end - 1. A later one, which is partial, stays.
 
         window 0            window 1
         0 1 2 3 4 5 6 7     8 9 10 …        pieces 0 … 7     (window 8, num_starts 2)

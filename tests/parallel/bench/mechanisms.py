@@ -135,8 +135,8 @@ def variants(problem: Problem) -> dict[str, Variant]:
         if plan.unfinished:
             table["stream of casts"] = Variant("forward", ((ring_overlapped, "SideStream", casts),))
     block_bytes = select.gradient_bytes(k.shape[1], k, v)
-    if len(plan.steps) > 2 and gradient_return.SMALL_BYTES < block_bytes < gradient_return.HELD_BYTES:
-        table["sums of several arrivals"] = Variant("backward", ((gradient_return, "HELD_BYTES", 0),))
+    if len(plan.steps) > 2 and gradient_return.SMALL_BYTES < block_bytes < gradient_return.LARGE_BYTES:
+        table["sums of several arrivals"] = Variant("backward", ((gradient_return, "KEPT_BYTES", 0),))
     if select.num_parts(plan, k, v) > 1:
         table["gradients in parts of some heads"] = Variant("backward", ((select, "PART_BYTES", 2**40),))
     return table

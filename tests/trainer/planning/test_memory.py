@@ -40,7 +40,8 @@ def test_copied_constants_equal_their_sources() -> None:
     """planning/memory.py copies them, because the sources import torch."""
     assert (memory.CUDA_CHUNK, memory.CPU_CHUNK) == (loss.CUDA_CHUNK, loss.CPU_CHUNK)
     assert (ring_memory.PART_BYTES, ring_memory.SHORT_SHARD) == (select.PART_BYTES, select.SHORT_SHARD)
-    assert (ring_memory.SMALL_BYTES, ring_memory.HELD_BYTES) == (gradient_return.SMALL_BYTES, gradient_return.HELD_BYTES)
+    for name in ("SMALL_BYTES", "LARGE_BYTES", "KEPT_BYTES"):
+        assert getattr(ring_memory, name) == getattr(gradient_return, name)
 
 
 def test_terms_counted_by_hand() -> None:
@@ -202,38 +203,58 @@ def peak_bytes(function: Callable[[], object], folder: Path) -> int:
     return max(accumulate(change for _, change in changes))
 
 
-def limit_bytes(part_bytes: int, held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send parts of up to `part_bytes`; keep those that arrive up to `held_bytes`."""
+def limit_bytes(part_bytes: int, kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send parts of up to `part_bytes`; keep `kept_bytes` of those that arrive."""
     for module in (ring_memory, select):
         monkeypatch.setattr(module, "PART_BYTES", part_bytes)
     for module in (ring_memory, gradient_return):
         monkeypatch.setattr(module, "SMALL_BYTES", 0)
-        monkeypatch.setattr(module, "HELD_BYTES", held_bytes)
+        monkeypatch.setattr(module, "LARGE_BYTES", 2**40)
+        monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
 
 
-@pytest.mark.parametrize("held_bytes", [0, 2**19, 2**30], ids=["none held", "some held", "all held"])
+def backward_over_p2p(kind: str, ring: int, rank: int, mask: Mask, batch: int, folder: Path) -> tuple[int, float, int]:
+    """Return the peak bytes of a backward, measured and planned, and those of k."""
+    rows, heads, width = 256, 4, 32
+    plan = make_plan(Layout(kind, rows * ring, ring), mask, rank)
+    transport = P2PTransport(RingGroups(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
+    q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
+    options: dict[str, Any] = dict(mask=mask, transport=transport, head_start=0, backend="chunked")
+    row = out.new_zeros(batch, heads, rows)  # delta and lse
+    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), folder)
+    buffers = ring_memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)
+    return measured, 3 * q.nbytes + buffers, k.nbytes  # dq, dk, dv
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**19, 2**30], ids=["one kept", "some kept", "all kept"])
 @pytest.mark.parametrize("part_bytes", [2**10, ring_memory.PART_BYTES], ids=["parts", "whole"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ring", [2, 3, 4, 6])
 def test_ring_backward_over_p2p_allocates_the_planned_bytes(
-    ring: int, batch: int, part_bytes: int, held_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ring: int, batch: int, part_bytes: int, kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peak in addition to the gradients, without kernels and messages."""
-    limit_bytes(part_bytes, held_bytes, monkeypatch)
+    limit_bytes(part_bytes, kept_bytes, monkeypatch)
     monkeypatch.setattr(P2PTransport, "_exchange", lambda *_: lambda: None)
     monkeypatch.setattr("ringspan.parallel.ring.block_backward", lambda *_, **__: None)
-    rows, heads, width = 256, 4, 32
-    plan = make_plan(Layout("contiguous", rows * ring, ring), Mask(), rank=1)
-    transport = P2PTransport(RingGroups(None, None, True, [], 1.0), plan, torch.device("cpu"))  # type: ignore[arg-type]
-    q, k, v, out = (torch.zeros(batch, rows, heads, width) for _ in range(4))
-    options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
-    row = out.new_zeros(batch, heads, rows)  # delta and lse
-    measured = peak_bytes(lambda: ring_backward(out, row, q, k, v, row, **options), tmp_path)
-    counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(batch, batch * rows, heads, 2 * width, ring, 4)  # dq, dk, dv
-    # With two ranks, or if much is held, the peak is at the end, when dk and dv are made and half of the local block's
+    measured, counted, nbytes = backward_over_p2p("contiguous", ring, 1, Mask(), batch, tmp_path)
+    # With two ranks, or if much is kept, the peak is at the end, when dk and dv are made and half of the local block's
     # are still separate.
-    end = 3 * k.nbytes if ring == 2 or held_bytes else 0
+    end = 3 * nbytes if ring == 2 or kept_bytes else 0
     assert counted <= measured <= 1.01 * (counted + end)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**19, 2**30], ids=["one kept", "some kept", "all kept"])
+@pytest.mark.parametrize("kind, rank", [("zigzag", 0), ("zigzag", 7), ("contiguous", 0), ("contiguous", 7)])
+def test_no_rank_of_a_causal_ring_needs_more_than_planned(
+    kind: str, rank: int, kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank receives gradients in each step, the last one of `contiguous` only sends some."""
+    limit_bytes(ring_memory.PART_BYTES, kept_bytes, monkeypatch)
+    monkeypatch.setattr(P2PTransport, "_exchange", lambda *_: lambda: None)
+    monkeypatch.setattr("ringspan.parallel.ring.block_backward", lambda *_, **__: None)
+    measured, counted, _ = backward_over_p2p(kind, 8, rank, Mask(causal=True), 1, tmp_path)
+    assert measured <= 1.01 * counted
 
 
 @pytest.mark.parametrize("ring", range(2, 18))
@@ -246,7 +267,7 @@ def test_blocks_per_step_are_those_of_the_transport(ring: int) -> None:
             assert tuple(ring_memory._blocks_per_step(ring, elements, heads, rows, kind != "striped")) == blocks
 
 
-@pytest.mark.parametrize("held_bytes", [0, 2**19, 2**30], ids=["none held", "some held", "all held"])
+@pytest.mark.parametrize("kept_bytes", [0, 2**19, 2**30], ids=["one kept", "some kept", "all kept"])
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
 @pytest.mark.parametrize("part_bytes", [2**28, 2**16, 1])  # a block's dK/dV have 2**18 bytes
 @pytest.mark.parametrize("ring, batch, heads", [(2, 1, 4), (4, 1, 4), (4, 2, 4), (8, 1, 4), (4, 1, 1), (4, 1, 3)])
@@ -256,12 +277,12 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     heads: int,
     part_bytes: int,
     kind: str,
-    held_bytes: int,
+    kept_bytes: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Symmetric memory, and the peak of all other allocations."""
-    limit_bytes(part_bytes, held_bytes, monkeypatch)
+    limit_bytes(part_bytes, kept_bytes, monkeypatch)
     monkeypatch.setattr(ring_overlapped, "block_backward", lambda *_, **__: None)
     reserved: dict[str, int] = {}
     buffers = SimpleNamespace(
@@ -284,14 +305,14 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     options: dict[str, Any] = dict(mask=Mask(), transport=transport, head_start=0, backend="chunked")
     row = out.new_zeros(batch, heads, rows)  # delta and lse
     measured = peak_bytes(lambda: ring_overlapped.ring_backward(out, row, q, k, v, row, **options), tmp_path)
-    doubling, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
-    assert sum(reserved.values()) == ring_memory.symmetric_memory(*shape, doubling)
-    counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(*shape, copied=True, doubling=doubling)
+    several_blocks, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
+    assert sum(reserved.values()) == ring_memory.symmetric_memory(*shape, several_blocks)
+    counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(*shape, copied=True, several_blocks=several_blocks)
     # At the end dk and dv are made, while what is held is not added: the last part, or all, or some number of parts.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
     block = k.nbytes + v.nbytes
     end = 3 * q.nbytes + (1 + half) * block
-    last = {0: blocks[-1] / select.num_parts(plan, k, v), 2**30: ring - 1}.get(held_bytes)
+    last = {0: blocks[-1] / select.num_parts(plan, k, v), 2**30: ring - 1}.get(kept_bytes)
     # With some number, the peak may be before the local block's last half is computed.
     least, most = (counted - half * block, counted + block) if last is None else [max(counted, end + last * block)] * 2
     assert least <= measured <= 1.01 * most
