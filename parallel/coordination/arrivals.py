@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+LATE_S = 2.0  # between ranks that are only slow; a connection to a dead rank fails at once, before they arrive
+
 _num_collectives: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -19,7 +21,8 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     """Announce that this rank has reached the group's next collective.
 
     Returns:
-        A function that names the ranks that have not reached it at the time of its call; all peer ranks if none is late.
+        A function to call after an error. It names the ranks that have not reached the collective, all peer ranks if none is
+        late. If several are, it first gives them time until LATE_S after this rank's arrival.
     """
     number = _num_collectives.get(group, 0) + 1
     _num_collectives[group] = number
@@ -27,7 +30,15 @@ def announce_arrival(group: ProcessGroup) -> Callable[[], str]:
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != local_rank]
     with suppress(RuntimeError):  # if the store is gone, the collective itself fails
         store.set(_key(group.group_name, local_rank), str(number))
-    return lambda: rank_names(_late(group) or peers)
+
+    deadline = time.monotonic() + LATE_S
+
+    def missing() -> str:
+        while len(late := _late(group)) > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return rank_names(late or peers)
+
+    return missing
 
 
 def await_arrivals(group: ProcessGroup, timeout_s: float) -> None:

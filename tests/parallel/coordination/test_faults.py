@@ -102,7 +102,15 @@ def test_only_the_first_calls_are_compared() -> None:
 
 @pytest.mark.parametrize(
     "fault, calls, late_rank",
-    [("dies", 1, None), ("stalls", 1, None), ("dies", 4, None), ("dies", 4, 0), ("dies", 4, 2), ("stalls", 4, None)],
+    [
+        ("dies", 1, None),
+        ("dies", 1, 0),
+        ("stalls", 1, None),
+        ("dies", 4, None),
+        ("dies", 4, 0),
+        ("dies", 4, 2),
+        ("stalls", 4, None),
+    ],
     ids=str,
 )
 def test_a_missing_rank_is_named(fault: str, calls: int, late_rank: int | None) -> None:
