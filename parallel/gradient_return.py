@@ -57,8 +57,8 @@ class GradientReturn:
     while the last gradients are returned. If halves would not fill the SMs, the first half is the whole block and the last one
     has no rows. The ring writes `first_buffer` before the first `send`, and passes the last half's output to `finish`.
 
-    Each sum reads and writes `local_sums`, and a later send waits for it. So some parts are kept and added together; `finish`
-    adds the rest. Their number is equal on all ranks. Small and large parts are added one by one (see SMALL_BYTES).
+    Each sum reads and writes `local_sums`, and a later send waits for it. So up to `max_kept` parts are kept, then added
+    together; `finish` adds the rest. Small and large parts are added one by one (see SMALL_BYTES).
 
     Args:
         transport: Transport of the call.

@@ -1,5 +1,8 @@
 """Gradient return: sums of the local contribution and of what other ranks return."""
 
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -9,6 +12,18 @@ from ringspan.parallel.plan import Piece, Plan, Step
 from ringspan.parallel.transport.base import SingleRankTransport
 from ringspan.parallel.transport.buffers import split_gradients
 from ringspan.parallel.transport.streams import Wait
+
+
+class RecordingTransport(SingleRankTransport):
+    """Transport that keeps weak references to the buffers that it receives into."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.recv_buffers: list[weakref.ref[torch.Tensor]] = []
+
+    def return_gradients(self, index: int, slot: int, send_buffer: torch.Tensor, recv_buffer: torch.Tensor) -> Wait:
+        self.recv_buffers.append(weakref.ref(recv_buffer.zero_()))
+        return lambda: None
 
 
 class RandomGradientTransport(SingleRankTransport):
@@ -100,3 +115,39 @@ def test_remote_gradients_are_added_to_local_ones(
     returns.finish(last_sums, *grads, complete_kernel)
     for grad, wanted in zip(grads, split_gradients(expected, width), strict=True):
         torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("max_kept", [1, 2, 3])
+def test_buffers_are_released_after_the_wait_for_their_sums(max_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is released earlier may be given to a kernel that runs before the sums."""
+    monkeypatch.setattr(gradient_return, "num_parts", lambda *_: 1)
+    k, v = torch.zeros(1, 8, 2, 3), torch.zeros(1, 8, 2, 3)
+    local_step = Step(slice(0, 8), [], [Piece(0, slice(0, 8), 0)], [])
+    sends = [[Piece(0, slice(0, 8), 0)]] * 8
+    transport = RecordingTransport(Plan([local_step], sends, 8, [], slice(0, 0), [], []))
+    returns = GradientReturn(transport, k, v, "reference")
+    returns.max_kept = max_kept
+    num_released = 0  # buffers whose sums the caller has waited for
+
+    class Sums:
+        """Stream whose completion stands for the sums of all buffers so far."""
+
+        run = staticmethod(nullcontext)
+
+        def completion(self) -> Wait:
+            num_read = len(transport.recv_buffers)
+
+            def wait() -> None:
+                nonlocal num_released
+                num_released = num_read
+
+            return wait
+
+    returns.sum_stream = Sums()  # type: ignore[assignment]
+    for index in range(len(sends)):
+        returns.send(index, slice(0, 2), returns.local_sums[:0])
+        is_alive = [buffer() is not None for buffer in transport.recv_buffers]
+        assert is_alive == [i >= num_released for i in range(index + 1)]
+    assert num_released == (7 // max_kept - 1) * max_kept  # all sums but the last have been waited for
+    returns.wait_for_sums()
+    assert [buffer() is not None for buffer in transport.recv_buffers] == [i >= num_released for i in range(8)]

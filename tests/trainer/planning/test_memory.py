@@ -308,7 +308,7 @@ def test_ring_backward_over_copy_engines_allocates_the_planned_bytes(
     several_blocks, shape = kind == "contiguous", (batch, batch * rows, heads, 2 * width, ring, 4)
     assert sum(reserved.values()) == ring_memory.symmetric_memory(*shape, several_blocks)
     counted = 3 * q.nbytes + ring_memory.ring_backward_buffers(*shape, copied=True, several_blocks=several_blocks)
-    # At the end dk and dv are made, while what is held is not added: the last part, or all, or some number of parts.
+    # At the end dk and dv are made, while what is kept is not added: the last part, or all, or some number of parts.
     half = (heads - heads // 2) / heads if heads > 1 else 1 / 2
     block = k.nbytes + v.nbytes
     end = 3 * q.nbytes + (1 + half) * block
