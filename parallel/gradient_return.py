@@ -8,6 +8,7 @@ The sums run on a side stream, so that none delays a kernel. Their priority is l
 the running kernel and uses the SMs that its last wave leaves idle. At a higher priority it would interrupt that kernel.
 """
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from ringspan.parallel.transport.streams import SideStream, Wait
 # finds idle SMs; more would need gigabytes for a gain of at most 1 %.
 SMALL_BYTES, LARGE_BYTES, KEPT_BYTES = 2**26, 2**29, 2**29
 TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
+MAX_HEAD_SPLITS = 4  # thread blocks of Hopper's backward that share a tile where there are few (`hopper.arguments`)
 TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 
 Half = tuple[slice, slice]  # KV heads and rows of half of the local block
@@ -62,7 +64,7 @@ class GradientReturn:
 
     Args:
         transport: Transport of the call.
-        k, v: This rank's shards, (B, n, Hkv, D) and (B, n, Hkv, Dv).
+        q, k, v: This rank's shards, (B, n, Hq, D), (B, n, Hkv, D) and (B, n, Hkv, Dv).
         backend: Backend of the sums.
         row_ranges: Local rows that receive remote gradients; None means all.
         priority: Stream priority of the sums.
@@ -71,6 +73,7 @@ class GradientReturn:
     def __init__(
         self,
         transport: Transport,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
         backend: str,
@@ -85,7 +88,7 @@ class GradientReturn:
         self.local_sums = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
         # A whole block is computed first: halves would not fill the SMs, or other local keys are computed apart and their
         # kernels are enough to overlap transfers with.
-        halves = half_blocks if num_rows == k.shape[1] and halves_fill_sms(k, num_keys) else whole_block
+        halves = half_blocks if num_rows == k.shape[1] and halves_fill_sms(q, k, num_keys) else whole_block
         self.first_half, self.last_half = halves(heads, num_keys)
         self.summed = [self._part(*self.first_half)]  # parts of local_sums that contain gradients; they have different heads
         self.num_parts = num_parts(transport.plan, k, v)
@@ -239,13 +242,14 @@ def _summands(parts: list[Part], kv_heads: slice) -> list[Summand]:
     ]
 
 
-def halves_fill_sms(k: Tensor, num_keys: int) -> bool:
+def halves_fill_sms(q: Tensor, k: Tensor, num_keys: int) -> bool:
     """Return whether kernels of half of the local block fill the SMs.
 
     Under a causal mask the longest thread block takes twice as long as the average, so an SM needs about two of them. The rule
     does not look at the mask.
     """
-    num_tiles = k.shape[0] * k.shape[2] * num_keys / TILE_KEYS
+    batch, _, kv_heads, _ = k.shape
+    num_tiles = batch * kv_heads * math.gcd(q.shape[2] // kv_heads, MAX_HEAD_SPLITS) * num_keys / TILE_KEYS
     return num_tiles / 2 >= TILES_PER_SM * num_sms(k.device)
 
 

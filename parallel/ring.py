@@ -81,7 +81,7 @@ def ring_backward(
         block_backward(dout, q, k, v, lse, delta, mask, *at, dq, dk, dv, head_start, accumulate=False, **options)
         return dq, dk, dv
     sums = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)  # of dq
-    returns = GradientReturn(transport, k, v, options["backend"])
+    returns = GradientReturn(transport, q, k, v, options["backend"])
 
     def launch(step: Step, k_block: Tensor, v_block: Tensor, kv_heads: slice, keys: slice, gradients: Tensor) -> None:
         """Launch the kernel of some KV heads and keys of a step. It adds to dq and overwrites `gradients`."""

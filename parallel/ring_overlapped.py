@@ -159,7 +159,7 @@ def ring_backward(
         dk, dv = new_gradients(k, v, num_rows)
         for gradient in (dk, dv):
             gradient[:, local_step.num_keys :] = 0
-    returns = GradientReturn(transport, k, v, options["backend"], shared, priority=-1)
+    returns = GradientReturn(transport, q, k, v, options["backend"], shared, priority=-1)
     streams, filler_stream = kernel_streams(q.device), SideStream(q.device, "filler", priority=0)
     for stream in (*streams, filler_stream):
         stream.wait_for_caller()  # adds it to a CUDA graph, even if this rank launches nothing on it

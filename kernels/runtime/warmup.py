@@ -1,11 +1,13 @@
 """Compile the kernels of attention calls into Triton's cache before their first use: `compile_all`.
 
 A kernel depends on head dims, dtype, mask and options, not on lengths or batch sizes (launch.any_sizes). So each call runs once
-on meta tensors, whose launches only compile. Forward and backward of each call are jobs of a pool of processes. The key of
-Triton's cache contains the chip, the kernel's source and the versions, not the machine: a machine without a GPU fills the
-cache for one that has it.
+on meta tensors, whose launches only compile. With fewer KV heads than query heads, Hopper's backward has a second version for
+some lengths, and a sum of its results (`num_head_splits` in hopper/arguments.py). Forward and backward of each call are jobs
+of a pool of processes. The key of Triton's cache contains the chip, the kernel's source and the versions, not the machine: a
+machine without a GPU fills the cache for one that has it.
 """
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -19,6 +21,7 @@ import torch
 from ringspan.kernels.mask import Mask
 
 LENGTH = 256
+GROUPED_LENGTHS = LENGTH, 2048, 4096, 8192, 16384  # of a backward with fewer KV heads than query heads
 WINDOWS = 128, 2**16  # at some head dims the forward has other tiles for short ones (hopper/tile_sizes.py)
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # chips that a machine without them can name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -125,19 +128,20 @@ def run_on_meta(job: Job) -> None:
     from ringspan.kernels.blocks import block_backward, block_forward, output_delta
 
     call = job.call
-    sizes = ((call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.v_head_dim))
-    q, k, v = (torch.empty(1, LENGTH, *size, dtype=DTYPES[call.dtype], device="meta") for size in sizes)
-    documents = torch.zeros(LENGTH, dtype=torch.int32, device="meta") if call.documents else None
     options: dict[str, Any] = dict(softcap=20.0 * call.softcap, backend=call.backend, deterministic=call.deterministic)
     options |= dict(dropout=0.1, seed=0) if call.dropout else {}
-    for window in WINDOWS if call.window else (None,):
+    lengths = GROUPED_LENGTHS if job.direction == "backward" and call.kv_heads < call.heads else (LENGTH,)
+    for length, window in itertools.product(lengths, WINDOWS if call.window else (None,)):
+        sizes = ((call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.v_head_dim))
+        q, k, v = (torch.empty(1, length, *size, dtype=DTYPES[call.dtype], device="meta") for size in sizes)
+        documents = torch.zeros(length, dtype=torch.int32, device="meta") if call.documents else None
         mask = Mask(causal=call.causal, window=window, documents=documents)
         if job.direction == "forward":
             sinks = torch.empty(call.heads, device="meta")
             block_forward(q, k, v, mask, carry=sink_carry(sinks, q) if call.sinks else None, **options)
             continue
-        lse = torch.empty(1, call.heads, LENGTH, dtype=torch.float32, device="meta")
-        out = torch.empty(1, LENGTH, call.heads, call.v_head_dim, dtype=q.dtype, device="meta")
+        lse = torch.empty(1, call.heads, length, dtype=torch.float32, device="meta")
+        out = torch.empty(1, length, call.heads, call.v_head_dim, dtype=q.dtype, device="meta")
         delta = output_delta(out, out, backend=call.backend)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         block_backward(out, q, k, v, lse, delta, mask, None, None, dq, dk, dv, accumulate=False, **options)

@@ -11,6 +11,7 @@ call costs the same. A ring is as fast as its slowest rank.
 """
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -40,14 +41,37 @@ from ringspan.parallel.transport.streams import SideStream, Wait
 Row = dict[str, Any]
 Passes = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
 
-CLOCK = 1.7e9  # Hz, about a GPU's clock under load
+CHUNK = 2**24  # bytes of one copy
+
+
+class CopyEngines:
+    """Copies between GPU and host as timers of simulated transfers: as real ones, they occupy a copy engine and no SM."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = torch.empty(2, CHUNK, dtype=torch.uint8, pin_memory=True)
+        self.gpu = torch.empty(2, CHUNK, dtype=torch.uint8, device=device)
+        nbytes = 4 * CHUNK
+        times = [call_times(functools.partial(self.copy, way, nbytes), device, 5) for way in range(2)]  # ms
+        self.speeds = [nbytes / statistics.median(ms) * 1e3 for ms in times]  # bytes per second
+
+    def copy(self, way: int, nbytes: int) -> None:
+        """Copy to the GPU (way 0) or to the host (1)."""
+        for size in [CHUNK] * (nbytes // CHUNK) + [nbytes % CHUNK]:
+            target, source = (x[way, :size] for x in ((self.gpu, self.host) if way == 0 else (self.host, self.gpu)))
+            target.copy_(source, non_blocking=True)
+
+    def occupy(self, way: int, seconds: float) -> None:
+        """Enqueue copies on the current stream that take about this long."""
+        self.copy(way, int(seconds * self.speeds[way]))
+
+
+@functools.cache
+def copy_engines(device: torch.device) -> CopyEngines:
+    return CopyEngines(device)
 
 
 class SimulatedTransport(Transport):
-    """Transport whose buffers are always filled and whose transfers complete after the modelled time.
-
-    A waiting transfer occupies one thread of an SM, which copy engines do not need. So real ranks are, if anything, faster.
-    """
+    """Transport whose buffers are always filled and whose transfers complete after the modelled time."""
 
     needs_sms = False
 
@@ -68,7 +92,7 @@ class SimulatedTransport(Transport):
         return self.recv_buffers[self.next_buffer - 1]
 
     def fetch(self, index: int, slot: int, into: Rows) -> Wait:
-        return self._transfer("coming", into)
+        return self._transfer(0, into)
 
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         key = slot, rows, like.shape[1:]
@@ -77,15 +101,15 @@ class SimulatedTransport(Transport):
         return self.send_buffers[key]
 
     def return_gradients(self, index: int, slot: int, part: Tensor, into: Tensor) -> Wait:
-        return self._transfer("home", (into,))
+        return self._transfer(1, (into,))
 
-    def _transfer(self, use: str, buffers: Rows) -> Wait:
-        """A wait on a side stream, as long as the link needs for these buffers."""
-        side = SideStream(buffers[0].device, use)
+    def _transfer(self, way: int, buffers: Rows) -> Wait:
+        """Occupy a side stream as long as the link needs for these buffers."""
+        side = SideStream(buffers[0].device, ("receive", "gradients")[way])
         side.wait_for_caller()
         if self.link and buffers[0].is_cuda:
             with side.run():
-                torch.cuda._sleep(int(sum(x.nbytes for x in buffers) / self.link * CLOCK))
+                copy_engines(buffers[0].device).occupy(way, sum(x.nbytes for x in buffers) / self.link)
         return side.completion()
 
 

@@ -34,18 +34,27 @@ class RandomGradientTransport(SingleRankTransport):
 
 
 @pytest.mark.parametrize(
-    "batch, heads, rows, fills",
-    [(1, 8, 8192, True), (1, 4, 8192, False), (2, 4, 8192, True), (1, 8, 8000, False), (1, 1, 65536, True)],
+    "batch, heads, kv_heads, rows, fills",
+    [
+        (1, 8, 8, 8192, True),
+        (1, 4, 4, 8192, False),
+        (2, 4, 4, 8192, True),
+        (1, 8, 8, 8000, False),
+        (1, 1, 1, 65536, True),
+        (1, 16, 4, 4096, True),
+        (1, 16, 4, 2048, False),
+        (1, 8, 1, 8192, False),
+    ],
 )
 def test_the_local_block_has_halves_where_they_fill_the_sms(
-    batch: int, heads: int, rows: int, fills: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, heads: int, kv_heads: int, rows: int, fills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1.9 thread blocks for each of 132 SMs need 251 tiles of 128 keys in each half."""
-    k = torch.empty(batch, rows, heads, 64, device="meta")
+    """1.9 thread blocks for each of 132 SMs need 251 tiles of 128 keys in each half; up to four thread blocks share one."""
+    q, k = (torch.empty(batch, rows, n, 64, device="meta") for n in (heads, kv_heads))
     monkeypatch.setattr(gradient_return, "num_sms", lambda device: 132)
-    assert gradient_return.halves_fill_sms(k, rows) == fills
+    assert gradient_return.halves_fill_sms(q, k, rows) == fills
     monkeypatch.setattr(gradient_return, "num_sms", lambda device: 0)
-    assert gradient_return.halves_fill_sms(k, rows)
+    assert gradient_return.halves_fill_sms(q, k, rows)
 
 
 @pytest.mark.parametrize("max_kept", [1, 2, 100])
@@ -80,7 +89,7 @@ def test_remote_gradients_are_added_to_local_ones(
     transport = RandomGradientTransport(Plan([local_step], sends, 0, [], slice(0, 0), [], []))
     monkeypatch.setattr(gradient_return, "num_parts", lambda *_: parts)
     k, v = torch.empty(1, rows, heads, width), torch.empty(1, rows, heads, width)
-    returns = GradientReturn(transport, k, v, "reference")
+    returns = GradientReturn(transport, k, k, v, "reference")
     returns.max_kept = max_kept
     # NaN must not be read: only the first half of the local contribution is in local_sums.
     returns.local_sums.fill_(torch.nan)
@@ -125,7 +134,7 @@ def test_buffers_are_released_after_the_wait_for_their_sums(max_kept: int, monke
     local_step = Step(slice(0, 8), [], [Piece(0, slice(0, 8), 0)], [])
     sends = [[Piece(0, slice(0, 8), 0)]] * 8
     transport = RecordingTransport(Plan([local_step], sends, 8, [], slice(0, 0), [], []))
-    returns = GradientReturn(transport, k, v, "reference")
+    returns = GradientReturn(transport, k, k, v, "reference")
     returns.max_kept = max_kept
     num_released = 0  # buffers whose sums the caller has waited for
 

@@ -187,7 +187,8 @@ class KeyTile(NamedTuple):
     """A tile of keys, and the tile_range of the queries that see it."""
 
     b: Any
-    kv_head: Any
+    kv_head: Any  # of dk and dv, which have several heads for each head of k and v if thread blocks share a tile
+    group: Any  # query heads of that head
     first_key: Any
     end_key: Any
     origin: Any  # first row of query tile 0
@@ -213,5 +214,4 @@ class BackwardFlags(NamedTuple):
     DQ_WIDTH: Any
     TIGHT: Any
     BIAS: Any
-    GROUP: Any
     ADD: Any

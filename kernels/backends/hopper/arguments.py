@@ -13,8 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan.kernels.backends.hopper.argument_tuples import Stagger
 from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
+from ringspan.kernels.backends.hopper.tile_sizes import tiles_for
 from ringspan.kernels.backends.triton.arguments import Tiles, strides_argument
 from ringspan.kernels.backends.triton.common import MaskArgument
+from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS
 from ringspan.kernels.runtime.launch import Arguments
 from ringspan.kernels.runtime.triton_compat import STORE_GRADIENTS_BY_TMA
 from ringspan.kernels.tensors import is_aligned, num_sms
@@ -23,6 +25,8 @@ from ringspan.kernels.tensors import is_aligned, num_sms
 L2_BUDGET = 16 * 2**20
 STAGGER_BYTES = 8 * 2**20  # of L2 cache for the windows of staggered tiles; 4 MiB are as fast, 32 slower with 4k × 16k
 PIECES_PER_START = 8  # pieces of work that begin at the same tile; 4 are as fast, 16 slower with 4k × 8k and 4k × 16k
+FULL_WAVE = 0.95  # of the SMs have a thread block
+MIN_SPLIT_ROWS = 2**11  # keys below which the host takes longer than the backward's kernels
 LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each other's rows from the cache
 
 
@@ -84,7 +88,7 @@ def backward_arguments(
     options = dict(tiles)
     block_d, block_dv, block_n = options["BLOCK_D"], options["BLOCK_DV"], options["BLOCK_N"]
     tail_d, tail_dv = options["TAIL_D"], options["TAIL_DV"]
-    num_tiles, num_sequences, group = -(-k_rows // block_n), batch * kv_heads, heads // kv_heads
+    num_tiles, num_sequences, group = -(-k_rows // block_n), batch * dk.shape[2], heads // dk.shape[2]
     # store through shared memory (dk through a slot of q or dout) where it fits and the result overwrites dk and dv
     staged = STORE_GRADIENTS_BY_TMA and accumulate is not True and block_n == 128 and block_d == block_dv
     staged &= tail_d == tail_dv == 0
@@ -92,7 +96,7 @@ def backward_arguments(
     # The TMA always stores 64 rows. Tiles follow document borders unless dq is ordered (turns); a tile that ends within
     # 64 rows is stored from registers.
     direct = not staged or (mask.starts is not None and turns is None)
-    row_bytes = (2 * q.element_size() + 4) * width  # of q, dout and dq
+    row_bytes = bytes_per_query(q)
     is_staggered = is_unmasked(mask) and turns is None and width > 128  # below, that order is slower
     if turns is None:
         concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, q_rows * group * row_bytes, 1)
@@ -123,12 +127,13 @@ def backward_arguments(
         turns_strides=strides_argument(turns),
         num_tiles=num_tiles,
         num_sequences=num_sequences,
-        num_heads=kv_heads,
+        num_heads=dk.shape[2],
+        group=group,
+        head_splits=dk.shape[2] // kv_heads,
         concurrent_heads=min(num_sequences, concurrent_heads),
         stagger=stagger(num_tiles, 64 * row_bytes, q.device) if is_staggered else None,
         D=width,
         DV=v_width,
-        GROUP=group,
         ADD=accumulate is True,
         **common,
         **options,
@@ -181,6 +186,36 @@ def num_concurrent_heads(
     else:
         min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
     return group * max(min_groups, L2_BUDGET // max(1, streamed_bytes))
+
+
+def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
+    """Return how many thread blocks of the backward share a tile of keys, each with as many query heads.
+
+    The fewest that give each SM a thread block. Under a causal mask the longest thread block takes twice as long as the
+    average: there, the fewest that give each SM two, and one of the heads that are processed at a time.
+    """
+    batch, q_rows, heads, width = q.shape
+    _, k_rows, kv_heads, _ = k.shape
+    num_blocks = batch * kv_heads * -(-k_rows // tiles_for("backward", q, v)["BLOCK_N"])
+    is_causal = (mask.left is None) != (mask.right is None) and mask.starts is None
+    wave = num_thread_blocks(q.device)
+    wanted = 2 * wave if is_causal else wave
+    if k_rows < MIN_SPLIT_ROWS or num_blocks > wanted:
+        return 1
+    group = heads // kv_heads
+    counts = [n for n in range(1, min(group, MAX_SUMMANDS) + 1) if group % n == 0]
+    for count in counts:
+        streamed_bytes = q_rows * (group // count) * bytes_per_query(q)
+        num_concurrent = num_concurrent_heads("backward", mask, width, q_rows, streamed_bytes, 1) if is_causal else heads
+        concurrent_blocks = num_blocks // (batch * kv_heads) * min(num_concurrent, batch * kv_heads * count)
+        if num_blocks * count >= FULL_WAVE * wanted and concurrent_blocks >= FULL_WAVE * wave:
+            return count
+    return counts[-1]
+
+
+def bytes_per_query(q: Tensor) -> int:
+    """Return the bytes of one head's row of q, dout and dq, which thread blocks of the backward stream."""
+    return (2 * q.element_size() + 4) * q.shape[3]
 
 
 def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:

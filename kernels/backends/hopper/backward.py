@@ -6,7 +6,8 @@
                                  dS × DS_STAGES  ◀─ ds_full ─  dk += dS q, dv += p dout ─ ds ─▶ dq = dS k
     k, v loaded once, kv_full                                  dk, dv to memory at the end      TMA reduce-add, fp32
 
-A thread block owns BLOCK_N keys and streams the queries that see them, 64 at a time, over all query heads of its KV head.
+A thread block owns BLOCK_N keys and streams the queries that see them, 64 at a time, over all query heads of its KV head, or
+over some of them if there would be too few thread blocks for the GPU (`num_head_splits`).
 Scores are (keys, queries): p and dS are matmul operands straight from registers. Shared memory bandwidth is the limit, so
 lse and delta are subtracted by one more matmul, 16 wide, instead of being loaded for each key.
 Up to head dim 128 the block has 128 keys (backward_consumer.py), above it 64 (backward_consumer_wide.py).
@@ -33,7 +34,7 @@ from ringspan.kernels.backends.hopper.argument_tuples import (
     Rules,
     Turns,
 )
-from ringspan.kernels.backends.hopper.arguments import backward_arguments
+from ringspan.kernels.backends.hopper.arguments import backward_arguments, num_head_splits
 from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
 from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
 from ringspan.kernels.backends.hopper.backward_dq import collect_dq
@@ -60,6 +61,7 @@ from ringspan.kernels.backends.triton.common import (
     tile_range,
     visible_queries,
 )
+from ringspan.kernels.backends.triton.sum_gradients import Summand, sum_gradients
 from ringspan.kernels.mask import Bounds
 from ringspan.kernels.runtime.call_cache import Replay
 from ringspan.kernels.runtime.launch import CachedLaunch, Launch
@@ -69,10 +71,10 @@ from ringspan.kernels.runtime.launch import CachedLaunch, Launch
 def attention_backward(
     dout, dout_tail, q, q_tail, k, k_tail, v, v_tail, dq, lse, delta, dk, dk_tiles, dv, dv_tiles, turns,
     lse_strides, delta_strides, dk_strides, dv_strides, turns_strides,
-    mask, q_at, k_at, num_tiles, num_sequences, num_heads, concurrent_heads, stagger, scale, softcap,
+    mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, head_splits, concurrent_heads, stagger, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr, TIGHT: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, TIGHT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Accumulate dq and write (ADD: accumulate) dk and dv of one tile of keys, or of a document piece's tiles.
 
@@ -89,7 +91,7 @@ def attention_backward(
     # all keys, as in any backward. With fp16 inputs dS would overflow, so only the waiting weights are scaled (BIAS 0).
     BIAS: gl.constexpr = 14 if TIGHT and q[0].dtype == gl.bfloat16 else 0
     flags: gl.constexpr = BackwardFlags(
-        D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, TIGHT, BIAS, GROUP, ADD
+        D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, TIGHT, BIAS, ADD
     )
     inputs = BackwardInputs(dout, q, k, v, lse, delta, turns, lse_strides, delta_strides, turns_strides)
     outputs = BackwardOutputs(dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
@@ -107,10 +109,15 @@ def attention_backward(
         first_key = tile_border(first_key, b, mask, k_at, BLOCK_N)
         while first_key < piece_end:
             end_key = next_tile_end(first_key, piece_end, BLOCK_N)
-            process_key_tile(inputs, outputs, memory, rules, flags, b, kv_head, first_key, end_key, FROM_DOCUMENTS)
+            process_key_tile(
+                inputs, outputs, memory, rules, flags, b, kv_head, group, head_splits, first_key, end_key, FROM_DOCUMENTS
+            )
             first_key = end_key
     else:
-        process_key_tile(inputs, outputs, memory, rules, flags, b, kv_head, first_key, row_count(k_at), FROM_DOCUMENTS)
+        end_key = row_count(k_at)
+        process_key_tile(
+            inputs, outputs, memory, rules, flags, b, kv_head, group, head_splits, first_key, end_key, FROM_DOCUMENTS
+        )
 
 
 @gluon.jit
@@ -139,8 +146,9 @@ def allocate_memory(inputs, dq, softcap, flags: gl.constexpr):
 
 @gluon.jit
 def process_key_tile(
-    inputs, outputs, memory, rules, flags: gl.constexpr, b, kv_head, first_key, end_key, FROM_DOCUMENTS: gl.constexpr
-):
+    inputs, outputs, memory, rules, flags: gl.constexpr, b, kv_head, group, head_splits, first_key, end_key,
+    FROM_DOCUMENTS: gl.constexpr,
+):  # fmt: skip
     """Process the keys before `end_key` of one tile, with all queries that see some of them."""
     k, v = inputs.k, inputs.v
     NUM_HALVES: gl.constexpr = flags.BLOCK_N // 64
@@ -156,10 +164,10 @@ def process_key_tile(
 
     # these loads overlap the computation of the query tiles
     mbarrier.expect(kv_full.index(0), block_bytes(k) + NUM_HALVES * block_bytes(v))
-    load_tiles(k, b, kv_head, first_key, kv_full.index(0), memory.k, 0)
+    load_tiles(k, b, kv_head // head_splits, first_key, kv_full.index(0), memory.k, 0)
     for half in gl.static_range(NUM_HALVES):
-        load_tiles(v, b, kv_head, first_key + half * 64, kv_full.index(0), memory.v, half)
-    tile = visible_query_tiles(rules, flags, b, kv_head, first_key, end_key, FROM_DOCUMENTS)
+        load_tiles(v, b, kv_head // head_splits, first_key + half * 64, kv_full.index(0), memory.v, half)
+    tile = visible_query_tiles(rules, flags, b, kv_head, group, first_key, end_key, FROM_DOCUMENTS)
     borders = (None, None)
     if flags.TIGHT and flags.BLOCK_N == 128:
         borders = skip_borders(rules, b, first_key)
@@ -183,7 +191,7 @@ def process_key_tile(
 
 
 @gluon.jit
-def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, first_key, end_key, FROM_DOCUMENTS: gl.constexpr):
+def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, group, first_key, end_key, FROM_DOCUMENTS: gl.constexpr):
     """Return the KeyTile: the tiles of queries that see some of its keys."""
     mask, q_at, k_at = rules.mask, rules.q_at, rules.k_at
     first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
@@ -198,7 +206,7 @@ def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, first_key, end_k
     if first_key + flags.BLOCK_N > end_key:  # rows past the last key: every tile needs the mask
         full_begin = end
         full_end = end
-    return KeyTile(b, kv_head, first_key, end_key, origin, begin, full_begin, full_end, end)
+    return KeyTile(b, kv_head, group, first_key, end_key, origin, begin, full_begin, full_end, end)
 
 
 @gluon.jit
@@ -244,20 +252,37 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
     dout, q = (tma_readable(zero_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
     k, v = (tma_readable(zero_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
     source = block.with_tensors(q, k, v)
-    cached = accumulate_in_fp32(
-        gradients, accumulate, lambda totals: run_backward(source, totals._replace(dout=dout), accumulate or "dq", launches)
+    head_splits = 1 if accumulate is True else num_head_splits(q, k, v, mask_argument(block.mask.bounds(q.device)))
+    cached = with_fp32_sums(
+        gradients,
+        accumulate,
+        head_splits,
+        lambda sums: run_backward(source, sums._replace(dout=dout), accumulate or "dq", launches),
     )
     is_replayable = source is block and dout is gradients.dout and block.is_single_range and not block.deterministic
-    return partial(replay, cached[0], accumulate) if is_replayable and cached[0] is not None else None
+    return partial(replay, cached[0], accumulate, head_splits) if is_replayable and cached[0] is not None else None
 
 
-def accumulate_in_fp32(gradients: Gradients, accumulate: bool | str, run: Callable[[Gradients], Result]) -> Result:
-    """Call `run` with an fp32 dq, because the TMA accumulates in fp32: gradients.dq itself, or zeros that are then cast."""
-    dq = gradients.dq
-    dq_sum = dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype)
-    result = run(gradients._replace(dq=dq_sum))
-    if dq_sum is not dq:
-        dq.copy_(dq_sum)
+def with_fp32_sums(
+    gradients: Gradients, accumulate: bool | str, head_splits: int, run: Callable[[Gradients], Result]
+) -> Result:
+    """Call `run` with fp32 sums where the kernel needs them, then write the gradients.
+
+    The TMA adds to dq in fp32: to gradients.dq itself, or to zeros that are then cast. With head splits each thread block
+    writes dk and dv of its own query heads, which are then added.
+    """
+    dq, dk, dv = gradients[3:]
+    sums = gradients._replace(dq=dq if accumulate else torch.zeros_like(dq, dtype=gradients.lse.dtype))
+    if head_splits > 1:
+        batch, rows, heads, width = dk.shape
+        parts = gradients.lse.new_empty((rows, batch, heads * head_splits, width + dv.shape[3]))
+        own_dk, own_dv = parts.transpose(0, 1).split((width, dv.shape[3]), 3)
+        sums = sums._replace(dk=own_dk, dv=own_dv)
+    result = run(sums)
+    if head_splits > 1:
+        sum_gradients([Summand(part) for part in parts.unflatten(2, (heads, head_splits)).unbind(3)], dk, dv, "hopper")
+    if sums.dq is not dq:
+        dq.copy_(sums.dq)
     return result
 
 
@@ -273,10 +298,17 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
 
 
 def replay(
-    cached: CachedLaunch, accumulate: bool | str, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients
+    cached: CachedLaunch,
+    accumulate: bool | str,
+    head_splits: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Bounds,
+    gradients: Gradients,
 ) -> None:
     """Repeat a launch for tensors of the same signature."""
-    accumulate_in_fp32(gradients, accumulate, lambda totals: cached.launch(kernel_tensors(q, k, v, bounds, totals)))
+    with_fp32_sums(gradients, accumulate, head_splits, lambda sums: cached.launch(kernel_tensors(q, k, v, bounds, sums)))
 
 
 def kernel_tensors(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, gradients: Gradients) -> dict[str, Any]:

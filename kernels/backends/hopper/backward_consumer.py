@@ -55,7 +55,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         lo = gl.where(key_ok, lo, MAX_POSITION)
     elif rules.mask.left is not None:
         hi = gl.where(key_ok, hi, -MAX_POSITION)
-    steps = flags.GROUP * (tile.end - tile.begin)
+    steps = tile.group * (tile.end - tile.begin)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     # What fits into registers, so that matmuls read less shared memory: k's second chunk with TIGHT, else v if it has only one.
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)

@@ -56,7 +56,7 @@ def consume_weights(memory, barriers, tile, outputs, rules, flags: gl.constexpr)
     lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
     key_ok = key < row_count(rules.k_at)
     hi = gl.where(key_ok, hi, -MAX_POSITION)
-    steps = flags.GROUP * (tile.end - tile.begin)
+    steps = tile.group * (tile.end - tile.begin)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     s = zero
     if steps > 0:
@@ -128,7 +128,7 @@ def consume_ds(memory, barriers, tile, outputs, rules, flags: gl.constexpr):
     key = tile.first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     key_ok = key < row_count(rules.k_at)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    for i in range(flags.GROUP * (tile.end - tile.begin)):
+    for i in range(tile.group * (tile.end - tile.begin)):
         v_rows = select(memory.v, i >> 30)
         slot = wait_full(barriers.q_full, i, STAGES)
         dout, delta = select(memory.dout, slot), memory.stats.index(2 * slot + 1)

@@ -42,7 +42,7 @@ def collect_dq(dq_out, memory, barriers, dq_turns, tile, scale, flags: gl.conste
     zero = zero_accumulators(64, TAIL_D)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     prev_h, prev_row = 0, 0
-    for i in range(flags.GROUP * (tile.end - tile.begin)):
+    for i in range(tile.group * (tile.end - tile.begin)):
         slot = wait_full(barriers.q_full, i, flags.STAGES)
         h, row = load_int(memory.tile_info, 3 * slot), load_int(memory.tile_info, 3 * slot + 1)
         arrive_per_thread(barriers.q_free.index(slot))

@@ -33,8 +33,8 @@ def produce(inputs, memory, barriers, tile, skip_borders, rules, num_rows, flags
     start = 0
     if rules.stagger is not None:
         start = start_in_window(tile.first_key // flags.BLOCK_N, rules.stagger)
-    for i in range(flags.GROUP * num_tiles):
-        b, h = tile.b, tile.kv_head * flags.GROUP + i // num_tiles
+    for i in range(tile.group * num_tiles):
+        b, h = tile.b, tile.kv_head * tile.group + i // num_tiles
         query_tile = nth_tile(i % num_tiles, tile.begin, tile.full_begin, tile.full_end, tile.end)
         if rules.stagger is not None:
             query_tile = staggered_tile(query_tile, tile.full_end, start, rules.stagger)

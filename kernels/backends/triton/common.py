@@ -19,7 +19,7 @@ ALIGN: tl.constexpr = tl.constexpr(8)  # elements; tensors.aligned guarantees th
 # Sizes used only as counts, and statistics of rows. Specialised, each mix of 1, multiples of 16 and other values, and each
 # slice that begins at another row, would compile a kernel of its own; see launch.any_sizes.
 ANY_SIZE: Any = dict(
-    do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "concurrent_heads"),
+    do_not_specialize=("rows", "num_tiles", "num_sequences", "num_heads", "group", "head_splits", "concurrent_heads"),
     do_not_specialize_on_alignment=("lse", "delta", "carry_lse"),
 )
 

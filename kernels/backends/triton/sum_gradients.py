@@ -80,7 +80,8 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
     assert len(summands) <= MAX_SUMMANDS and all(x.grads.dtype == first.dtype for x in summands)
     assert all(x.rows.stop <= rows and x.grads.shape[2] == heads for x in summands), "a summand has other rows or heads"
     readable = width % 8 == 0 and all(map(is_aligned, (*(x.grads for x in summands), dk, dv)))
-    if readable and dk.is_cuda and first.dtype == torch.float32 and backend not in ("reference", "chunked"):
+    has_kernel = dk.device.type in ("cuda", "meta") and first.dtype == torch.float32
+    if readable and has_kernel and backend not in ("reference", "chunked"):
         launch(summands, dk, dv)()
         return
     base = next((x for x in summands if x.rows == slice(0, rows)), None)

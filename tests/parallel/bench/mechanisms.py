@@ -44,6 +44,7 @@ from ringspan.parallel.transport.streams import CurrentStream, SideStream
 Call = Callable[[], Any]
 Patch = tuple[Any, str, Any]  # module, name, replacement
 Rows = dict[str, dict[str, Any]]
+CLOCK = 1.7e9  # Hz, about a GPU's clock under load
 MIN_HOST_CALLS = 3  # of which the host's time is the mean
 OPTIONS: dict[str, Any] = dict(backend="auto", head_start=0)
 
@@ -121,7 +122,7 @@ def variants(problem: Problem) -> dict[str, Variant]:
         "filler stream": Variant("backward", ((ring_overlapped, "SideStream", filler),)),
     }
     if sum(map(length, plan.shared)) == k.shape[1]:  # else local keys that no other rank reads are computed apart
-        if gradient_return.halves_fill_sms(k, k.shape[1]):
+        if gradient_return.halves_fill_sms(q, k, k.shape[1]):
             for name, halves in (("first", gradient_return.whole_block), ("last", whole_and_last)):
                 patches = ((gradient_return, "half_blocks", halves),)
                 table[f"local block in halves, instead of whole and {name}"] = Variant("backward", patches)
@@ -186,7 +187,7 @@ def queued_times(call: Call, calls: int, device: torch.device) -> Times:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before, after = (torch.zeros(sm_count, dtype=torch.int64, device=device) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(sleep_ms / 1e3 * rehearse.CLOCK))
+        torch.cuda._sleep(int(sleep_ms / 1e3 * CLOCK))
         start.record()
         read_clocks[(sm_count,)](before, sm_count, num_warps=1)
         begun = time.perf_counter()
