@@ -4,10 +4,10 @@
     ringspan bench rehearse --ranks 8 --tokens 128k --heads 16/4 --rank 0 7 --cycles
 
 A ring is slower than one kernel alone for two reasons: more kernels, reductions and launches, and waits for transfers and peer
-ranks. A rehearsal measures the first. It runs the loops of a real call with the steps of the `copy` transport. The
-simulated transport moves nothing and completes a transfer after the time that a link of --link GB/s would need. K/V are
-random and received gradients are uninitialised, so only the times are meaningful. "alone" is a ring of one rank whose causal
-call costs the same. A ring is as fast as its slowest rank.
+ranks. A rehearsal measures the first. It runs the loops of a real call with the steps of the `copy` transport. A copy between
+GPU and host stands for each transfer, as long as a link of --link GB/s would take. K/V are random and received gradients are
+uninitialised, so only the times are meaningful. "alone" is a ring of one rank whose causal call costs the same. A ring is as
+fast as its slowest rank.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Passes = tuple[Callable[[], Any], Callable[[], Any]]  # a forward and a backward
 CHUNK = 2**24  # bytes of one copy
 
 
-class CopyEngines:
+class TransferTimer:
     """Copies between GPU and host as timers of simulated transfers: as real ones, they occupy a copy engine and no SM."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,8 +66,8 @@ class CopyEngines:
 
 
 @functools.cache
-def copy_engines(device: torch.device) -> CopyEngines:
-    return CopyEngines(device)
+def transfer_timer(device: torch.device) -> TransferTimer:
+    return TransferTimer(device)
 
 
 class SimulatedTransport(Transport):
@@ -109,7 +109,7 @@ class SimulatedTransport(Transport):
         side.wait_for_caller()
         if self.link and buffers[0].is_cuda:
             with side.run():
-                copy_engines(buffers[0].device).occupy(way, sum(x.nbytes for x in buffers) / self.link)
+                transfer_timer(buffers[0].device).occupy(way, sum(x.nbytes for x in buffers) / self.link)
         return side.completion()
 
 

@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options of a call; the default is cau
 CALL = AttentionCall(8, 8, 128, 128)
 WARMUPS = {  # calls of `ringspan warmup` whose kernels a variant compiles, and one whose kernels none does
     "causal": CALL,
-    "gqa": AttentionCall(16, 2, 128, 128),
+    "gqa": AttentionCall(32, 4, 128, 128),
     "window": replace(CALL, window=True),
     "documents": replace(CALL, documents=True),
     "softcap": replace(CALL, softcap=True),
