@@ -188,7 +188,7 @@ class KeyTile(NamedTuple):
 
     b: Any
     kv_head: Any  # of dk and dv, which have several heads for each head of k and v if thread blocks share a tile
-    group: Any  # query heads of that head
+    group: Any  # query heads of that head; None if each head of k and v has one, which saves registers
     first_key: Any
     end_key: Any
     origin: Any  # first row of query tile 0

@@ -164,9 +164,12 @@ def process_key_tile(
 
     # these loads overlap the computation of the query tiles
     mbarrier.expect(kv_full.index(0), block_bytes(k) + NUM_HALVES * block_bytes(v))
-    load_tiles(k, b, kv_head // head_splits, first_key, kv_full.index(0), memory.k, 0)
+    source_head = kv_head  # of k and v
+    if head_splits is not None:
+        source_head = kv_head // head_splits
+    load_tiles(k, b, source_head, first_key, kv_full.index(0), memory.k, 0)
     for half in gl.static_range(NUM_HALVES):
-        load_tiles(v, b, kv_head // head_splits, first_key + half * 64, kv_full.index(0), memory.v, half)
+        load_tiles(v, b, source_head, first_key + half * 64, kv_full.index(0), memory.v, half)
     tile = visible_query_tiles(rules, flags, b, kv_head, group, first_key, end_key, FROM_DOCUMENTS)
     borders = (None, None)
     if flags.TIGHT and flags.BLOCK_N == 128:

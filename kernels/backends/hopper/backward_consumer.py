@@ -30,7 +30,14 @@ from ringspan.kernels.backends.hopper.chunks import (
     wait_matmuls,
     zero_accumulators,
 )
-from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_free, wait_full
+from ringspan.kernels.backends.hopper.common import (
+    accumulator_layout,
+    arrive_per_thread,
+    load_int,
+    num_steps,
+    wait_free,
+    wait_full,
+)
 from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
 from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, tma_store
 
@@ -55,7 +62,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         lo = gl.where(key_ok, lo, MAX_POSITION)
     elif rules.mask.left is not None:
         hi = gl.where(key_ok, hi, -MAX_POSITION)
-    steps = tile.group * (tile.end - tile.begin)
+    steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     # What fits into registers, so that matmuls read less shared memory: k's second chunk with TIGHT, else v if it has only one.
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)

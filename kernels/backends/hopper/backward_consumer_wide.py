@@ -31,7 +31,14 @@ from ringspan.kernels.backends.hopper.chunks import (
     wait_matmuls,
     zero_accumulators,
 )
-from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_free, wait_full
+from ringspan.kernels.backends.hopper.common import (
+    accumulator_layout,
+    arrive_per_thread,
+    load_int,
+    num_steps,
+    wait_free,
+    wait_full,
+)
 from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
 
 
@@ -56,7 +63,7 @@ def consume_weights(memory, barriers, tile, outputs, rules, flags: gl.constexpr)
     lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
     key_ok = key < row_count(rules.k_at)
     hi = gl.where(key_ok, hi, -MAX_POSITION)
-    steps = tile.group * (tile.end - tile.begin)
+    steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     s = zero
     if steps > 0:
@@ -128,7 +135,7 @@ def consume_ds(memory, barriers, tile, outputs, rules, flags: gl.constexpr):
     key = tile.first_key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     key_ok = key < row_count(rules.k_at)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    for i in range(tile.group * (tile.end - tile.begin)):
+    for i in range(num_steps(tile)):
         v_rows = select(memory.v, i >> 30)
         slot = wait_full(barriers.q_full, i, STAGES)
         dout, delta = select(memory.dout, slot), memory.stats.index(2 * slot + 1)

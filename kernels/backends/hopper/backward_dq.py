@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ringspan.kernels.backends.hopper.chunks import select, zero_accumulators
-from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, wait_full
+from ringspan.kernels.backends.hopper.common import accumulator_layout, arrive_per_thread, load_int, num_steps, wait_full
 from ringspan.kernels.runtime.triton_compat import barrier, tma_add, with_layout
 
 
@@ -42,7 +42,7 @@ def collect_dq(dq_out, memory, barriers, dq_turns, tile, scale, flags: gl.conste
     zero = zero_accumulators(64, TAIL_D)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     prev_h, prev_row = 0, 0
-    for i in range(tile.group * (tile.end - tile.begin)):
+    for i in range(num_steps(tile)):
         slot = wait_full(barriers.q_full, i, flags.STAGES)
         h, row = load_int(memory.tile_info, 3 * slot), load_int(memory.tile_info, 3 * slot + 1)
         arrive_per_thread(barriers.q_free.index(slot))

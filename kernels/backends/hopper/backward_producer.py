@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ringspan.kernels.backends.hopper.chunks import block_bytes, load_tiles
-from ringspan.kernels.backends.hopper.common import nth_tile, staggered_tile, start_in_window, wait_free
+from ringspan.kernels.backends.hopper.common import nth_tile, num_steps, staggered_tile, start_in_window, wait_free
 from ringspan.kernels.backends.triton.common import LOG2E
 
 
@@ -30,11 +30,14 @@ def produce(inputs, memory, barriers, tile, skip_borders, rules, num_rows, flags
     STATS: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [1, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, STATS)
     column = gl.arange(0, 16, gl.SliceLayout(0, STATS))[None, :]
+    first_head = tile.kv_head
+    if tile.group is not None:
+        first_head *= tile.group
     start = 0
     if rules.stagger is not None:
         start = start_in_window(tile.first_key // flags.BLOCK_N, rules.stagger)
-    for i in range(tile.group * num_tiles):
-        b, h = tile.b, tile.kv_head * tile.group + i // num_tiles
+    for i in range(num_steps(tile)):
+        b, h = tile.b, first_head + i // num_tiles
         query_tile = nth_tile(i % num_tiles, tile.begin, tile.full_begin, tile.full_end, tile.end)
         if rules.stagger is not None:
             query_tile = staggered_tile(query_tile, tile.full_end, start, rules.stagger)

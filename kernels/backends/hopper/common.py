@@ -145,6 +145,15 @@ def scheduled_tile(index, num_tiles, num_sequences, concurrent_heads, DEFER_LAST
 
 
 @gluon.jit
+def num_steps(tile):
+    """Return the number of query tiles of a KeyTile, over all of its query heads."""
+    steps = tile.end - tile.begin
+    if tile.group is not None:
+        steps *= tile.group
+    return steps
+
+
+@gluon.jit
 def tile_border(row, b, mask, segments, ROWS: gl.constexpr):
     """First tile border at or after `row`; `row` itself outside of documents (padding, before the first, after the last).
 

@@ -170,9 +170,9 @@ def test_no_length_batch_size_or_number_of_documents_compiles_a_kernel() -> None
     assert list(counts) == list(compilations.VARIANTS) and len(compilations.CASES) == 30
     assert {kernel for kernels in counts.values() for kernel in kernels} >= {"attention_forward", "attention_backward"}
     assert set(counts.pop("zigzag").values()) == {2}  # blocks whose numbers 16 divides, and others
-    # Query heads of a KV head are split for some lengths. "gqa" shares the other version with "causal".
-    assert counts["gqa"] == {"attention_backward": 1, "sum_and_cast": 1}
-    assert counts.pop("head-dim-40")["attention_backward"] == 2
+    for name in ("gqa", "head-dim-40"):  # the query heads of a KV head are split for some lengths
+        kernels = counts.pop(name)
+        assert (kernels.pop("attention_backward"), kernels.pop("sum_and_cast")) == (2, 1) and set(kernels.values()) <= {1}
     assert {name: kernels for name, kernels in counts.items() if set(kernels.values()) - {1}} == {}
     assert [name for name, kernels in counts.items() if not kernels] == ["window-two-sided"]  # the kernels of "window"
     assert len(warmups) == len(compilations.WARMUPS)  # `ringspan warmup` compiles the kernels of these calls, and no others
