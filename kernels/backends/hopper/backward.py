@@ -170,7 +170,8 @@ def process_key_tile(
     load_tiles(k, b, source_head, first_key, kv_full.index(0), memory.k, 0)
     for half in gl.static_range(NUM_HALVES):
         load_tiles(v, b, source_head, first_key + half * 64, kv_full.index(0), memory.v, half)
-    tile = visible_query_tiles(rules, flags, b, kv_head, group, first_key, end_key, FROM_DOCUMENTS)
+    query_tiles = visible_query_tiles(rules, flags, b, first_key, end_key, FROM_DOCUMENTS)
+    tile = KeyTile(b, kv_head, group, first_key, end_key, *query_tiles)
     borders = (None, None)
     if flags.TIGHT and flags.BLOCK_N == 128:
         borders = skip_borders(rules, b, first_key)
@@ -194,8 +195,8 @@ def process_key_tile(
 
 
 @gluon.jit
-def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, group, first_key, end_key, FROM_DOCUMENTS: gl.constexpr):
-    """Return the KeyTile: the tiles of queries that see some of its keys."""
+def visible_query_tiles(rules, flags: gl.constexpr, b, first_key, end_key, FROM_DOCUMENTS: gl.constexpr):
+    """Return (first row of query tile 0, and the tile_range of the queries that see some of the keys)."""
     mask, q_at, k_at = rules.mask, rules.q_at, rules.k_at
     first_lo, first_hi = visible_queries(position(first_key, k_at), mask, b)
     last_lo, last_hi = visible_queries(position(gl.minimum(first_key + flags.BLOCK_N, end_key) - 1, k_at), mask, b)
@@ -209,7 +210,7 @@ def visible_query_tiles(rules, flags: gl.constexpr, b, kv_head, group, first_key
     if first_key + flags.BLOCK_N > end_key:  # rows past the last key: every tile needs the mask
         full_begin = end
         full_end = end
-    return KeyTile(b, kv_head, group, first_key, end_key, origin, begin, full_begin, full_end, end)
+    return origin, begin, full_begin, full_end, end
 
 
 @gluon.jit
