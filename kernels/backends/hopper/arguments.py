@@ -192,7 +192,7 @@ def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
     """Return how many thread blocks of the backward share a tile of keys, each with as many query heads.
 
     The fewest that give each SM a thread block. Under a causal mask the longest thread block takes twice as long as the
-    average: there, the fewest that give each SM two, and one of the heads that are processed at a time.
+    average. So there are two for each SM, and one for each SM among the heads that are processed at a time.
     """
     batch, q_rows, heads, width = q.shape
     _, k_rows, kv_heads, _ = k.shape

@@ -37,7 +37,7 @@ VALUES = list(
 
 @pytest.mark.parametrize(
     "rows, heads, kv_heads, width, mask, count",
-    [  # the fastest counts of docs/results/head-splits-h200.json, or at most 6 % slower ones
+    [  # the fastest counts of docs/results/head-splits-h200.json, or at most 7 % slower ones
         (8192, 8, 2, 128, CAUSAL, 2),
         (8192, 8, 1, 128, CAUSAL, 4),
         (4096, 16, 4, 128, CAUSAL, 4),
