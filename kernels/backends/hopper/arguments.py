@@ -4,6 +4,7 @@
 depend on nothing but their arguments.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ from ringspan.kernels.tensors import is_aligned, num_sms
 
 # Bytes of L2 cache for the heads in progress. In the forward 8 and 32 MiB are no faster, and all heads at once are slower.
 L2_BUDGET = 16 * 2**20
+MAX_CONCURRENT = 16  # KV heads of a backward with 512 tokens; 32 are slower
 STAGGER_BYTES = 8 * 2**20  # of L2 cache for the windows of staggered tiles; 4 MiB are as fast, 32 slower with 4k × 16k
 PIECES_PER_START = 8  # pieces of work that begin at the same tile; 4 are as fast, 16 slower with 4k × 8k and 4k × 16k
 FULL_WAVE = 0.95  # of the SMs have a thread block
 MIN_SPLIT_ROWS = 2**11  # keys below which the host takes longer than the backward's kernels
+# Bytes per position that a thread block streams over all of its query heads; 5 KB are as fast as less, 8 slower.
+MAX_GROUP_BYTES = 6 * 2**10
+MAX_SPLIT_WAVES = 4  # of thread blocks, above which that is no reason to split heads: the parts would take more than 128 MiB
 LONG_ROWS = 2**17  # streamed rows above which two groups in progress evict each other's rows from the cache
 
 
@@ -45,6 +50,8 @@ def forward_arguments(
     out_columns = 2 * block_dv // out.element_size()
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
     key_bytes = (width + v_width) * k.element_size()
+    sizes = num_sequences // group, num_tiles * group, k_rows, k_rows * key_bytes
+    num_groups = num_concurrent("forward", mask, width, *sizes, num_thread_blocks(q.device))
     args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         q_tail=tail_descriptor(q_tail, q_rows, WARPGROUP_ROWS, tail_d),
@@ -67,7 +74,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        concurrent_heads=min(num_sequences, num_concurrent_heads("forward", mask, width, k_rows, k_rows * key_bytes, group)),
+        concurrent_heads=group * num_groups,
         stagger=stagger(num_tiles * group, block_n * key_bytes, q.device) if is_unmasked(mask) else None,
         D=width,
         DV=v_width,
@@ -99,7 +106,8 @@ def backward_arguments(
     row_bytes = bytes_per_query(q)
     is_staggered = is_unmasked(mask) and turns is None and width > 128  # below, that order is slower
     if turns is None:
-        concurrent_heads = num_concurrent_heads("backward", mask, width, q_rows, q_rows * group * row_bytes, 1)
+        sizes = num_sequences, num_tiles, q_rows, q_rows * group * row_bytes
+        concurrent_heads = num_concurrent("backward", mask, width, *sizes, num_thread_blocks(q.device))
     else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
         concurrent_heads = num_sequences
     args = dict(
@@ -130,7 +138,7 @@ def backward_arguments(
         num_heads=dk.shape[2],
         group=None if heads == kv_heads else group,
         head_splits=None if dk.shape[2] == kv_heads else dk.shape[2] // kv_heads,
-        concurrent_heads=min(num_sequences, concurrent_heads),
+        concurrent_heads=concurrent_heads,
         stagger=stagger(num_tiles, 64 * row_bytes, q.device) if is_staggered else None,
         D=width,
         DV=v_width,
@@ -156,61 +164,70 @@ def tail_descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -
     return descriptor(x, rows, block_rows, block_columns) if block_columns else None
 
 
-def num_concurrent_heads(
-    direction: str, mask: MaskArgument, width: int, streamed_rows: int, streamed_bytes: int, group: int
+def num_concurrent(
+    direction: str,
+    mask: MaskArgument,
+    width: int,
+    num_groups: int,
+    num_tiles: int,
+    streamed_rows: int,
+    streamed_bytes: int,
+    wave: int,
 ) -> int:
-    """Return the number of heads to process at a time.
+    """Return how many groups to process at a time. A group is a KV head, in the forward with its query heads.
 
-    As many groups as fit into L2_BUDGET with the rows that they stream, but at least this many, measured to be as fast:
+        no mask                       1: all tiles take equally long, and all SMs read the same keys
+        more than LONG_ROWS           1: with 2, the backward of 512k tokens has 376 instead of 618 TFLOP/s (H100)
+        documents                     as many as fit into L2_BUDGET, at least 8: a tile reads only the rows of its documents
+        backward, head dim > 128      the same: with 2, the longest tiles of the last heads start when nothing else is left
+        backward                      as many as have a tile for each SM, at least 2
+        forward                       as many as fit into L2_BUDGET, at least 2, or 1 if one does not fit
 
-        no mask                             exactly one group: all tiles take equally long, and all SMs read the same keys
-        more than LONG_ROWS                 1: with 2, the backward of 512k tokens has 376 instead of 618 TFLOP/s (H100)
-        documents                           8: a tile reads only the rows of its documents
-        backward, head dim > 128            8: with 2, the longest tiles of the last heads start when nothing else is left
-        forward, one group does not fit     1
-        otherwise                           2
+    There may be up to twice as many, so that the last ones are as many as the others: fewer tiles would leave SMs idle.
 
     Args:
         direction: "forward" or "backward".
         mask: The kernel's mask.
+        width: Head dim.
+        num_groups: All groups.
+        num_tiles: Tiles of a group.
         streamed_rows: Rows of each head that the thread blocks stream.
         streamed_bytes: Bytes that the thread blocks of one group stream.
-        group: Heads per group.
+        wave: Thread blocks that run concurrently.
     """
-    if is_unmasked(mask):
-        return group
-    if streamed_rows > LONG_ROWS:
-        min_groups = 1
-    elif mask.starts is not None or (direction == "backward" and width > 128):
-        min_groups = 8
+    fitting = L2_BUDGET // max(1, streamed_bytes)
+    if is_unmasked(mask) or streamed_rows > LONG_ROWS:
+        return 1
+    if mask.starts is not None or (direction == "backward" and width > 128):
+        wanted = max(8, fitting)
+    elif direction == "backward":
+        wanted = min(MAX_CONCURRENT, max(2, math.ceil(FULL_WAVE * wave / max(1, num_tiles))))
     else:
-        min_groups = 1 if direction == "forward" and streamed_bytes > L2_BUDGET else 2
-    return group * max(min_groups, L2_BUDGET // max(1, streamed_bytes))
+        wanted = max(2, fitting) if fitting else 1
+    num_groups = max(1, num_groups)
+    counts = range(min(wanted, num_groups), min(2 * wanted, num_groups + 1))
+    return min(counts, key=lambda count: -num_groups % count / count)
 
 
 def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
     """Return how many thread blocks of the backward share a tile of keys, each with as many query heads.
 
     The fewest that give each SM a thread block. Under a causal mask the longest thread block takes twice as long as the
-    average. So there are two for each SM, and one for each SM among the heads that are processed at a time.
+    average, so there are two for each SM. They evict each other's queries from the cache if they have too many heads.
     """
-    batch, q_rows, heads, width = q.shape
+    batch, q_rows, heads, _ = q.shape
     _, k_rows, kv_heads, _ = k.shape
-    num_blocks = batch * kv_heads * -(-k_rows // tiles_for("backward", q, v)["BLOCK_N"])
+    group, block_n = heads // kv_heads, tiles_for("backward", q, v)["BLOCK_N"]
+    num_blocks, wave = batch * kv_heads * -(-k_rows // block_n), num_thread_blocks(q.device)
     is_causal = (mask.left is None) != (mask.right is None) and mask.starts is None
-    wave = num_thread_blocks(q.device)
-    wanted = 2 * wave if is_causal else wave
-    if k_rows < MIN_SPLIT_ROWS or num_blocks > wanted:
+    wanted = FULL_WAVE * wave * (2 if is_causal else 1)
+    if k_rows < MIN_SPLIT_ROWS:
         return 1
-    group = heads // kv_heads
+    max_heads = group
+    if is_causal and q_rows <= wave * block_n and num_blocks <= MAX_SPLIT_WAVES * wave:
+        max_heads = MAX_GROUP_BYTES // bytes_per_query(q)
     counts = [n for n in range(1, min(group, MAX_SUMMANDS) + 1) if group % n == 0]
-    for count in counts:
-        streamed_bytes = q_rows * (group // count) * bytes_per_query(q)
-        num_concurrent = num_concurrent_heads("backward", mask, width, q_rows, streamed_bytes, 1) if is_causal else heads
-        concurrent_blocks = num_blocks // (batch * kv_heads) * min(num_concurrent, batch * kv_heads * count)
-        if num_blocks * count >= FULL_WAVE * wanted and concurrent_blocks >= FULL_WAVE * wave:
-            return count
-    return counts[-1]
+    return next((n for n in counts if num_blocks * n >= wanted and group // n <= max_heads), counts[-1])
 
 
 def bytes_per_query(q: Tensor) -> int:

@@ -13,12 +13,14 @@ from ringspan import Mask
 from ringspan.kernels.backends.hopper import common as hopper_common
 from ringspan.kernels.backends.hopper import forward_producer as forward_producer
 from ringspan.kernels.backends.hopper.argument_tuples import QueryWork, Stagger
-from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent_heads, stagger
+from ringspan.kernels.backends.hopper.arguments import descriptor, num_concurrent, stagger
 from ringspan.kernels.backends.hopper.backward_dq import staggered_layout
 from ringspan.kernels.backends.hopper.common import tma_readable
 from ringspan.kernels.backends.triton.arguments import mask_argument, segments_argument
 from tests.kernels.backends.hopper.emulator.machine import EmulatedGPU
 from tests.kernels.backends.hopper.emulator.values import EmulatedTensor
+
+CAUSAL, DOCUMENTS = Mask(causal=True), Mask(causal=True, documents=[0, 0, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -178,19 +180,33 @@ def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: i
         first += length
 
 
-def test_concurrent_heads_are_whole_groups() -> None:
-    causal, full = mask_argument(Mask(causal=True).bounds()), mask_argument(Mask().bounds())
-    documents = mask_argument(Mask(causal=True, documents=[0, 0, 1]).bounds())
-    for direction, min_heads in (("forward", 1), ("backward", 2)):  # not even one head fits into the cache
-        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**30, 1) == min_heads
-        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**30, 4) == 4 * min_heads
-    for direction in ("forward", "backward"):
-        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**24, 1) == 2
-        assert num_concurrent_heads(direction, causal, 128, 2**17, 2**18, 1) == 64
-        assert num_concurrent_heads(direction, documents, 128, 2**17, 2**30, 1) == 8
-        assert num_concurrent_heads(direction, full, 128, 2**17, 2**18, 4) == 4
-        assert num_concurrent_heads(direction, full, 256, 2**17, 2**30, 1) == 1
-    assert num_concurrent_heads("forward", causal, 256, 2**17, 2**30, 1) == 1
-    for mask, width in ((causal, 128), (causal, 256), (documents, 128)):
-        assert num_concurrent_heads("backward", mask, width, 2**17 + 1, 2**30, 1) == 1
-    assert num_concurrent_heads("backward", causal, 256, 2**17, 2**30, 1) == 8
+@pytest.mark.parametrize(
+    "direction, mask, width, num_groups, rows, streamed_bytes, count",
+    [  # of docs/results/concurrent-heads-h200.json, the fastest or at most 3 % slower ones
+        ("backward", CAUSAL, 128, 8, 4096, 2**24, 4),
+        ("backward", CAUSAL, 128, 32, 2048, 2**23, 8),
+        ("backward", CAUSAL, 128, 8, 5000, 2**24, 4),
+        ("backward", CAUSAL, 128, 16, 3000, 2**24, 8),  # six are a wave, but two of 16 would be left
+        ("backward", CAUSAL, 128, 8, 6144, 2**25, 4),
+        ("backward", CAUSAL, 96, 32, 4096, 2**22, 4),
+        ("backward", CAUSAL, 128, 256, 512, 2**21, 16),
+        ("backward", CAUSAL, 128, 16, 16384, 2**24, 2),
+        ("backward", CAUSAL, 128, 16, 2**17 + 1, 2**30, 1),
+        ("backward", CAUSAL, 256, 16, 8192, 2**30, 8),
+        ("backward", DOCUMENTS, 128, 8, 16384, 2**26, 8),
+        ("backward", Mask(), 128, 16, 8192, 2**20, 1),
+        ("forward", CAUSAL, 96, 32, 4096, 4096 * 384, 16),  # ten fit into the cache, and two of 32 would be left
+        ("forward", CAUSAL, 192, 16, 4096, 4096 * 640, 8),
+        ("forward", CAUSAL, 128, 16, 8192, 8192 * 512, 4),
+        ("forward", CAUSAL, 128, 13, 8192, 8192 * 512, 7),
+        ("forward", CAUSAL, 128, 16, 65536, 2**25, 1),
+        ("forward", Mask(), 128, 16, 8192, 2**20, 1),
+        ("forward", CAUSAL, 128, 0, 8192, 2**20, 1),
+    ],
+)  # fmt: skip
+def test_the_last_heads_are_about_as_many_as_the_others(
+    direction: str, mask: Mask, width: int, num_groups: int, rows: int, streamed_bytes: int, count: int
+) -> None:
+    tiles = -(-rows // (64 if width > 128 else 128))
+    rules = mask_argument(mask.bounds())
+    assert num_concurrent(direction, rules, width, num_groups, tiles, rows, streamed_bytes, 132) == count
