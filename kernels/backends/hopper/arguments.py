@@ -240,9 +240,9 @@ def stagger(num_pieces: int, tile_bytes: int, device: torch.device) -> Stagger:
 
     If these are fewer than the SMs, several KV heads are in progress at a time, each with a window in the L2 cache.
     """
-    num_concurrent = min(num_pieces, num_thread_blocks(device))
-    window = max(1, STAGGER_BYTES * num_concurrent // (num_thread_blocks(device) * tile_bytes))
-    return Stagger(1 << (window.bit_length() - 1), max(1, num_concurrent // PIECES_PER_START), PIECES_PER_START)
+    num_running = min(num_pieces, num_thread_blocks(device))
+    window = max(1, STAGGER_BYTES * num_running // (num_thread_blocks(device) * tile_bytes))
+    return Stagger(1 << (window.bit_length() - 1), max(1, num_running // PIECES_PER_START), PIECES_PER_START)
 
 
 def is_unmasked(mask: MaskArgument) -> bool:
