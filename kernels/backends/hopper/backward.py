@@ -284,7 +284,8 @@ def with_fp32_sums(
         sums = sums._replace(dk=own_dk, dv=own_dv)
     result = run(sums)
     if head_splits > 1:
-        sum_gradients([Summand(part) for part in parts.unflatten(2, (heads, head_splits)).unbind(3)], dk, dv, "hopper")
+        summands = [Summand(part) for part in parts.unflatten(2, (heads, head_splits)).unbind(3)]
+        sum_gradients(summands, dk, dv, "hopper", min_summands=4)  # 2, 3 or 4, depending on the length
     if sums.dq is not dq:
         dq.copy_(sums.dq)
     return result

@@ -66,7 +66,7 @@ def sum_and_cast(
     store_tile(dv + head_offset(b, h, dv_strides), value, row, dv_strides, row < rows, DV, BLOCK_DV, False)
 
 
-def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto") -> None:
+def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: str = "auto", min_summands: int = 1) -> None:
     """Write the sum of summands to dk and dv; rows that no summand covers become 0.
 
     Args:
@@ -74,6 +74,7 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
         dk: (B, rows, heads, D). It may contain the first D columns of the first summand, at that summand's rows.
         dv: (B, rows, heads, Dv). Likewise for the other columns.
         backend: "reference" and "chunked" sum with torch; otherwise a CUDA device uses the kernel where it can.
+        min_summands: Fewer summands use the kernel of this number.
     """
     first = summands[0].grads
     _, rows, heads, width = dk.shape
@@ -82,7 +83,7 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
     readable = width % 8 == 0 and all(map(is_aligned, (*(x.grads for x in summands), dk, dv)))
     has_kernel = dk.device.type in ("cuda", "meta") and first.dtype == torch.float32
     if readable and has_kernel and backend not in ("reference", "chunked"):
-        launch(summands, dk, dv)()
+        launch(summands, dk, dv, min_summands)()
         return
     base = next((x for x in summands if x.rows == slice(0, rows)), None)
     total = first.new_zeros(rows, *first.shape[1:]) if base is None else base.grads
@@ -93,10 +94,12 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
         grad.copy_(columns)
 
 
-def launch(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> Launch:
+def launch(summands: Sequence[Summand], dk: Tensor, dv: Tensor, min_summands: int = 1) -> Launch:
     """Return the kernel's launch for these summands (see sum_gradients)."""
-    rows_of = tuple(border for x in summands for border in (x.rows.start, x.rows.stop))
-    return Launch(sum_and_cast, _arguments, dict(grads=tuple(x.grads for x in summands), dk=dk, dv=dv), dict(rows_of=rows_of))
+    num_missing = max(0, min_summands - len(summands))
+    grads = *(x.grads for x in summands), *[summands[0].grads] * num_missing
+    rows_of = *(border for x in summands for border in (x.rows.start, x.rows.stop)), *[0] * 2 * num_missing
+    return Launch(sum_and_cast, _arguments, dict(grads=grads, dk=dk, dv=dv), dict(rows_of=rows_of))
 
 
 def _arguments(grads: tuple[Tensor, ...], dk: Tensor, dv: Tensor, rows_of: tuple[int, ...]) -> Arguments:

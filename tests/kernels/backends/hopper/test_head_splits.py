@@ -110,12 +110,12 @@ def test_gradients_are_those_without_splits(
         assert (result - x).norm() <= 1e-3 * x.norm()
 
 
-def sum_without_last_part(summands: list[Summand], *rest: Any) -> None:
-    true_sum(summands[:-1], *rest)
+def sum_without_last_part(summands: list[Summand], *rest: Any, **options: Any) -> None:
+    true_sum(summands[:-1], *rest, **options)
 
 
-def sum_of_first_part_twice(summands: list[Summand], *rest: Any) -> None:
-    true_sum([*summands[:-1], summands[0]], *rest)
+def sum_of_first_part_twice(summands: list[Summand], *rest: Any, **options: Any) -> None:
+    true_sum([*summands[:-1], summands[0]], *rest, **options)
 
 
 def keys_of_another_head(*args: Any, **named: Any) -> Any:

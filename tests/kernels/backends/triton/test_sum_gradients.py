@@ -21,6 +21,10 @@ def by_kernel(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> None:
     gradient_sums.launch(summands, dk, dv)()
 
 
+def by_kernel_of_four(summands: Sequence[Summand], dk: Tensor, dv: Tensor) -> None:
+    gradient_sums.launch(summands, dk, dv, min_summands=4)()
+
+
 def random_summand(rows: slice, device: str) -> Summand:
     """Gradients that are a region of a larger tensor."""
     larger = torch.randn(rows.stop + 2, 2, HEADS + 1, 40, device=device)
@@ -34,7 +38,7 @@ def expected_sum(summands: Sequence[Summand]) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("add", [by_kernel, by_torch])
+@pytest.mark.parametrize("add", [by_kernel, by_kernel_of_four, by_torch])
 @pytest.mark.parametrize(
     "row_ranges",
     [
