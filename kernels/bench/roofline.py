@@ -169,7 +169,7 @@ def chunked(shape: Shape, direction: str, size: int) -> Work:
 def flash(backend: str, shape: Shape, direction: str, size: int) -> Work:
     """Count flash attention with the tile sizes that the backend, triton or hopper, uses on Hopper."""
     from ringspan.kernels.backends.hopper import tile_sizes as hopper_tiles
-    from ringspan.kernels.backends.hopper.arguments import num_concurrent, num_thread_blocks
+    from ringspan.kernels.backends.hopper.arguments import num_concurrent_groups, num_thread_blocks
     from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
     from ringspan.kernels.backends.triton import tile_sizes as triton_tiles
     from ringspan.kernels.backends.triton.arguments import mask_argument
@@ -187,7 +187,7 @@ def flash(backend: str, shape: Shape, direction: str, size: int) -> Work:
         if hopper:
             tiles = -(-shape.length // (rows if direction == "forward" else keys))
             sizes = num_groups, tiles, shape.length, int(group_bytes)
-            heads = num_concurrent(direction, mask, shape.head_dim, *sizes, num_thread_blocks(q.device))
+            heads = num_concurrent_groups(direction, mask, shape.head_dim, *sizes, num_thread_blocks(q.device))
         loads = shape.batch * shape.heads * tile_pairs(shape, rows, keys) * width * row_bytes
         return TrafficStream(loads, compulsory, heads * group_bytes * reused, heads)
 

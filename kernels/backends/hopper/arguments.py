@@ -51,7 +51,7 @@ def forward_arguments(
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
     key_bytes = (width + v_width) * k.element_size()
     sizes = num_sequences // group, num_tiles * group, k_rows, k_rows * key_bytes
-    num_groups = num_concurrent("forward", mask, width, *sizes, num_thread_blocks(q.device))
+    concurrent_groups = num_concurrent_groups("forward", mask, width, *sizes, num_thread_blocks(q.device))
     args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         q_tail=tail_descriptor(q_tail, q_rows, WARPGROUP_ROWS, tail_d),
@@ -74,7 +74,7 @@ def forward_arguments(
         num_sequences=num_sequences,
         num_heads=heads,
         group=group,
-        concurrent_heads=group * num_groups,
+        concurrent_heads=group * concurrent_groups,
         stagger=stagger(num_tiles * group, block_n * key_bytes, q.device) if is_unmasked(mask) else None,
         D=width,
         DV=v_width,
@@ -107,7 +107,7 @@ def backward_arguments(
     is_staggered = is_unmasked(mask) and turns is None and width > 128  # below, that order is slower
     if turns is None:
         sizes = num_sequences, num_tiles, q_rows, q_rows * group * row_bytes
-        concurrent_heads = num_concurrent("backward", mask, width, *sizes, num_thread_blocks(q.device))
+        concurrent_heads = num_concurrent_groups("backward", mask, width, *sizes, num_thread_blocks(q.device))
     else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
         concurrent_heads = num_sequences
     args = dict(
@@ -164,7 +164,7 @@ def tail_descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -
     return descriptor(x, rows, block_rows, block_columns) if block_columns else None
 
 
-def num_concurrent(
+def num_concurrent_groups(
     direction: str,
     mask: MaskArgument,
     width: int,
@@ -183,7 +183,7 @@ def num_concurrent(
         backward                      as many as have a tile for each SM, at least 2
         forward                       as many as fit into L2_BUDGET, at least 2, or 1 if one does not fit
 
-    There may be up to twice as many, so that the last ones are as many as the others: fewer tiles would leave SMs idle.
+    There may be up to twice as many, so that the last ones are about as many as the others: fewer tiles would leave SMs idle.
 
     Args:
         direction: "forward" or "backward".
@@ -212,8 +212,9 @@ def num_concurrent(
 def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
     """Return how many thread blocks of the backward share a tile of keys, each with as many query heads.
 
-    The fewest that give each SM a thread block. Under a causal mask the longest thread block takes twice as long as the
-    average, so there are two for each SM. They evict each other's queries from the cache if they have too many heads.
+    The fewest that give each SM a thread block, or the most there can be. Under a causal mask the longest thread block takes
+    twice as long as the average, so there are two for each SM. Thread blocks of too many heads evict each other's queries from
+    the cache.
     """
     batch, q_rows, heads, _ = q.shape
     _, k_rows, kv_heads, _ = k.shape
@@ -226,8 +227,13 @@ def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
     max_heads = group
     if is_causal and q_rows <= wave * block_n and num_blocks <= MAX_SPLIT_WAVES * wave:
         max_heads = MAX_GROUP_BYTES // bytes_per_query(q)
-    counts = [n for n in range(1, min(group, MAX_SUMMANDS) + 1) if group % n == 0]
+    counts = head_split_counts(group)
     return next((n for n in counts if num_blocks * n >= wanted and group // n <= max_heads), counts[-1])
+
+
+def head_split_counts(group: int) -> list[int]:
+    """Return how many thread blocks can share a tile of keys, in ascending order, if a KV head has `group` query heads."""
+    return [n for n in range(1, min(group, MAX_SUMMANDS) + 1) if group % n == 0]
 
 
 def bytes_per_query(q: Tensor) -> int:

@@ -34,7 +34,7 @@ from ringspan.kernels.backends.hopper.argument_tuples import (
     Rules,
     Turns,
 )
-from ringspan.kernels.backends.hopper.arguments import backward_arguments, num_head_splits
+from ringspan.kernels.backends.hopper.arguments import backward_arguments, head_split_counts, num_head_splits
 from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
 from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
 from ringspan.kernels.backends.hopper.backward_dq import collect_dq
@@ -285,7 +285,8 @@ def with_fp32_sums(
     result = run(sums)
     if head_splits > 1:
         summands = [Summand(part) for part in parts.unflatten(2, (heads, head_splits)).unbind(3)]
-        sum_gradients(summands, dk, dv, "hopper", min_summands=4)  # 2, 3 or 4, depending on the length
+        # the number depends on the length, the kernel only on the number of query heads per KV head
+        sum_gradients(summands, dk, dv, "hopper", min_summands=head_split_counts(dq.shape[2] // heads)[-1])
     if sums.dq is not dq:
         dq.copy_(sums.dq)
     return result

@@ -74,7 +74,7 @@ def sum_gradients(summands: Sequence[Summand], dk: Tensor, dv: Tensor, backend: 
         dk: (B, rows, heads, D). It may contain the first D columns of the first summand, at that summand's rows.
         dv: (B, rows, heads, Dv). Likewise for the other columns.
         backend: "reference" and "chunked" sum with torch; otherwise a CUDA device uses the kernel where it can.
-        min_summands: Fewer summands use the kernel of this number.
+        min_summands: Fewer summands use the kernel for this number, so that they do not compile another one.
     """
     first = summands[0].grads
     _, rows, heads, width = dk.shape

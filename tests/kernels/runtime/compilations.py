@@ -35,6 +35,7 @@ CASES: list[Case] = [
 CAUSAL = Mask(causal=True)
 VARIANTS: dict[str, dict[str, Any]] = {  # options of a call; the default is causal, bf16, 32 heads of 128
     "causal": {},
+    "gqa-6": dict(heads=12, kv_heads=2),
     "gqa": dict(kv_heads=4),
     "unmasked": dict(mask=Mask()),
     "window": dict(mask=Mask(causal=True, window=1024)),
@@ -58,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options of a call; the default is cau
 CALL = AttentionCall(8, 8, 128, 128)
 WARMUPS = {  # calls of `ringspan warmup` whose kernels a variant compiles, and one whose kernels none does
     "causal": CALL,
+    "gqa-6": AttentionCall(12, 2, 128, 128),
     "gqa": AttentionCall(32, 4, 128, 128),
     "window": replace(CALL, window=True),
     "documents": replace(CALL, documents=True),
