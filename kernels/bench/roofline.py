@@ -187,7 +187,7 @@ def flash(backend: str, shape: Shape, direction: str, size: int) -> Work:
         if hopper:
             tiles = -(-shape.length // (rows if direction == "forward" else keys))
             sizes = num_groups, tiles, shape.length, int(group_bytes)
-            heads = num_concurrent_groups(direction, mask, shape.head_dim, *sizes, num_thread_blocks(q.device))
+            heads = num_concurrent_groups(direction, mask, keys, *sizes, num_thread_blocks(q.device))
         loads = shape.batch * shape.heads * tile_pairs(shape, rows, keys) * width * row_bytes
         return TrafficStream(loads, compulsory, heads * group_bytes * reused, heads)
 

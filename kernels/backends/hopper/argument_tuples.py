@@ -212,6 +212,7 @@ class BackwardFlags(NamedTuple):
     DS_STAGES: Any
     DQ_STAGES: Any
     DQ_WIDTH: Any
+    DQ_WARPGROUP: Any
     TIGHT: Any
     BIAS: Any
     ADD: Any

@@ -14,7 +14,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan.kernels.backends.hopper.argument_tuples import Stagger
 from ringspan.kernels.backends.hopper.common import WARPGROUP_ROWS
-from ringspan.kernels.backends.hopper.tile_sizes import tiles_for
 from ringspan.kernels.backends.triton.arguments import Tiles, strides_argument
 from ringspan.kernels.backends.triton.common import MaskArgument
 from ringspan.kernels.backends.triton.sum_gradients import MAX_SUMMANDS
@@ -51,7 +50,7 @@ def forward_arguments(
     num_tiles, num_sequences, group = -(-q_rows // (WARPGROUP_ROWS * options["CONSUMERS"])), batch * heads, heads // kv_heads
     key_bytes = (width + v_width) * k.element_size()
     sizes = num_sequences // group, num_tiles * group, k_rows, k_rows * key_bytes
-    concurrent_groups = num_concurrent_groups("forward", mask, width, *sizes, num_thread_blocks(q.device))
+    concurrent_groups = num_concurrent_groups("forward", mask, block_n, *sizes, num_thread_blocks(q.device))
     args = dict(
         q=descriptor(q, q_rows, WARPGROUP_ROWS, block_d),
         q_tail=tail_descriptor(q_tail, q_rows, WARPGROUP_ROWS, tail_d),
@@ -107,7 +106,7 @@ def backward_arguments(
     is_staggered = is_unmasked(mask) and turns is None and width > 128  # below, that order is slower
     if turns is None:
         sizes = num_sequences, num_tiles, q_rows, q_rows * group * row_bytes
-        concurrent_heads = num_concurrent_groups("backward", mask, width, *sizes, num_thread_blocks(q.device))
+        concurrent_heads = num_concurrent_groups("backward", mask, block_n, *sizes, num_thread_blocks(q.device))
     else:  # all heads at once: fewer thread blocks of one head run concurrently, so fewer wait for their turn
         concurrent_heads = num_sequences
     args = dict(
@@ -167,7 +166,7 @@ def tail_descriptor(x: Tensor, rows: int, block_rows: int, block_columns: int) -
 def num_concurrent_groups(
     direction: str,
     mask: MaskArgument,
-    width: int,
+    block_n: int,
     num_groups: int,
     num_tiles: int,
     streamed_rows: int,
@@ -179,7 +178,7 @@ def num_concurrent_groups(
         no mask                       1: all tiles take equally long, and all SMs read the same keys
         more than LONG_ROWS           1: with 2, the backward of 512k tokens has 376 instead of 618 TFLOP/s (H100)
         documents                     as many as fit into L2_BUDGET, at least 8: a tile reads only the rows of its documents
-        backward, head dim > 128      the same: with 2, the longest tiles of the last heads start when nothing else is left
+        backward, tiles of 64 keys    the same: with 2, the longest tiles of the last heads start when nothing else is left
         backward                      as many as have a tile for each SM, at least 2
         forward                       as many as fit into L2_BUDGET, at least 2, or 1 if one does not fit
 
@@ -188,7 +187,7 @@ def num_concurrent_groups(
     Args:
         direction: "forward" or "backward".
         mask: The kernel's mask.
-        width: Head dim.
+        block_n: Keys of a tile.
         num_groups: All groups.
         num_tiles: Tiles of a group.
         streamed_rows: Rows of each head that the thread blocks stream.
@@ -198,7 +197,7 @@ def num_concurrent_groups(
     fitting = L2_BUDGET // max(1, streamed_bytes)
     if is_unmasked(mask) or streamed_rows > LONG_ROWS:
         return 1
-    if mask.starts is not None or (direction == "backward" and width > 128):
+    if mask.starts is not None or (direction == "backward" and block_n == 64):
         wanted = max(8, fitting)
     elif direction == "backward":
         wanted = min(MAX_CONCURRENT, max(2, math.ceil(FULL_WAVE * wave / max(1, num_tiles))))
@@ -209,8 +208,8 @@ def num_concurrent_groups(
     return min(counts, key=lambda count: -num_groups % count / count)
 
 
-def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
-    """Return how many thread blocks of the backward share a tile of keys, each with as many query heads.
+def num_head_splits(q: Tensor, k: Tensor, mask: MaskArgument, block_n: int) -> int:
+    """Return how many thread blocks of the backward share a tile of `block_n` keys, each with as many query heads.
 
     The fewest that give each SM a thread block, or the most there can be. Under a causal mask the longest thread block takes
     twice as long as the average, so there are two for each SM. Thread blocks of too many heads evict each other's queries from
@@ -218,7 +217,7 @@ def num_head_splits(q: Tensor, k: Tensor, v: Tensor, mask: MaskArgument) -> int:
     """
     batch, q_rows, heads, _ = q.shape
     _, k_rows, kv_heads, _ = k.shape
-    group, block_n = heads // kv_heads, tiles_for("backward", q, v)["BLOCK_N"]
+    group = heads // kv_heads
     num_blocks, wave = batch * kv_heads * -(-k_rows // block_n), num_thread_blocks(q.device)
     is_causal = (mask.left is None) != (mask.right is None) and mask.starts is None
     wanted = FULL_WAVE * wave * (2 if is_causal else 1)

@@ -36,6 +36,7 @@ from ringspan.kernels.backends.hopper.argument_tuples import (
 )
 from ringspan.kernels.backends.hopper.arguments import backward_arguments, head_split_counts, num_head_splits
 from ringspan.kernels.backends.hopper.backward_consumer import consume_keys
+from ringspan.kernels.backends.hopper.backward_consumer_dq import consume_keys_and_dq
 from ringspan.kernels.backends.hopper.backward_consumer_wide import consume_ds, consume_weights
 from ringspan.kernels.backends.hopper.backward_dq import collect_dq
 from ringspan.kernels.backends.hopper.backward_producer import produce
@@ -74,7 +75,7 @@ def attention_backward(
     mask, q_at, k_at, num_tiles, num_sequences, num_heads, group, head_splits, concurrent_heads, stagger, scale, softcap,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     TAIL_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    DQ_WIDTH: gl.constexpr, TIGHT: gl.constexpr, ADD: gl.constexpr,
+    DQ_WIDTH: gl.constexpr, DQ_WARPGROUP: gl.constexpr, TIGHT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Accumulate dq and write (ADD: accumulate) dk and dv of one tile of keys, or of a document piece's tiles.
 
@@ -91,8 +92,9 @@ def attention_backward(
     # all keys, as in any backward. With fp16 inputs dS would overflow, so only the waiting weights are scaled (BIAS 0).
     BIAS: gl.constexpr = 14 if TIGHT and q[0].dtype == gl.bfloat16 else 0
     flags: gl.constexpr = BackwardFlags(
-        D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, TIGHT, BIAS, ADD
-    )
+        D, DV, BLOCK_D, TAIL_D, BLOCK_DV, TAIL_DV, BLOCK_N, STAGES, DS_STAGES, DQ_STAGES, DQ_WIDTH, DQ_WARPGROUP, TIGHT,
+        BIAS, ADD
+    )  # fmt: skip
     inputs = BackwardInputs(dout, q, k, v, lse, delta, turns, lse_strides, delta_strides, turns_strides)
     outputs = BackwardOutputs(dq, dk, dk_tiles, dv, dv_tiles, dk_strides, dv_strides)
     rules = Rules(mask, q_at, k_at, scale, softcap, stagger)
@@ -103,7 +105,7 @@ def attention_backward(
     b, kv_head = sequence // num_heads, sequence % num_heads
     # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not with 64
     # keys: the loops would spill registers.
-    FROM_DOCUMENTS: gl.constexpr = mask.starts is not None and turns is None and BLOCK_N == 128
+    FROM_DOCUMENTS: gl.constexpr = mask.starts is not None and turns is None and BLOCK_N == 128 and DQ_WARPGROUP
     if FROM_DOCUMENTS:
         piece_end = gl.minimum(tile_border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
         first_key = tile_border(first_key, b, mask, k_at, BLOCK_N)
@@ -129,7 +131,8 @@ def allocate_memory(inputs, dq, softcap, flags: gl.constexpr):
     q_tile = allocate_tiles(inputs.q, STAGES)
     dout_tile = allocate_tiles(inputs.dout, STAGES)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ds_tile = gl.allocate_shared_memory(inputs.q[0].dtype, [flags.DS_STAGES, flags.BLOCK_N, 64], DS_LAYOUT)
+    DS_SHAPE: gl.constexpr = [flags.DS_STAGES, flags.BLOCK_N, 64] if flags.DQ_WARPGROUP else [2 * flags.DS_STAGES - 1, 64, 64]
+    ds_tile = gl.allocate_shared_memory(inputs.q[0].dtype, DS_SHAPE, DS_LAYOUT)
     dq_tile = gl.allocate_shared_memory(gl.float32, [flags.DQ_STAGES, 1, 1, 64, flags.DQ_WIDTH], dq.layout)
     stats = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 16], gl.NVMMASharedLayout(32, 16, 2))  # lse, delta
     lse_tile = stats  # not read without softcap: there the matmul subtracts lse
@@ -158,8 +161,13 @@ def process_key_tile(
     exchange_0, unused_0 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
     exchange_1, unused_1 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
     # the producer arrives twice: TMA bytes expected; stats written
-    q_full, q_free = make_barriers(flags.STAGES, 2, 3 * 128)
-    ds_full, ds_free = make_barriers(flags.DS_STAGES, NUM_HALVES * 128, 128)
+    q_full, q_free = make_barriers(flags.STAGES, 2, 3 * 128 if flags.DQ_WARPGROUP else 2 * 128)
+    if flags.DQ_WARPGROUP:
+        ds_full, ds_free = make_barriers(flags.DS_STAGES, NUM_HALVES * 128, 128)
+    else:  # one ring for each consumer's dS
+        ds_full_0, ds_free_0 = make_barriers(flags.DS_STAGES, 128, 2 * 128)
+        ds_full_1, ds_free_1 = make_barriers(flags.DS_STAGES - 1, 128, 2 * 128)
+        ds_full, ds_free = (ds_full_0, ds_full_1), (ds_free_0, ds_free_1)
     barriers = Barriers(kv_full, (exchange_0, exchange_1), q_full, q_free, ds_full, ds_free)
 
     # these loads overlap the computation of the query tiles
@@ -173,19 +181,26 @@ def process_key_tile(
     query_tiles = visible_query_tiles(rules, flags, b, first_key, end_key, FROM_DOCUMENTS)
     tile = KeyTile(b, kv_head, group, first_key, end_key, *query_tiles)
     borders = (None, None)
-    if flags.TIGHT and flags.BLOCK_N == 128:
+    if flags.TIGHT and flags.BLOCK_N == 128 and flags.DQ_WARPGROUP:
         borders = skip_borders(rules, b, first_key)
     dq_turns = Turns(None, None, None, None)
     if inputs.turns is not None:
         dq_turns = turns_of_sequence(inputs, rules, flags, b, first_key)
     # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
     REGISTERS: gl.constexpr = 208 if flags.BLOCK_N == 128 else 200
-    gl.warp_specialize([
-        (consume, (memory, barriers, tile, outputs, rules, flags, 0)),
-        (consume, (memory, barriers, tile, outputs, rules, flags, 1)),
-        (collect_dq, (outputs.dq, memory, barriers, dq_turns, tile, rules.scale * 2.0**-flags.BIAS, flags)),
-        (produce, (inputs, memory, barriers, tile, borders, rules, row_count(rules.q_at), flags)),
-    ], [4, 4, 1], [REGISTERS, 72 + 2 * (208 - REGISTERS), 24])  # fmt: skip
+    if flags.DQ_WARPGROUP:
+        gl.warp_specialize([
+            (consume, (memory, barriers, tile, outputs, rules, flags, 0)),
+            (consume, (memory, barriers, tile, outputs, rules, flags, 1)),
+            (collect_dq, (outputs.dq, memory, barriers, dq_turns, tile, rules.scale * 2.0**-flags.BIAS, flags)),
+            (produce, (inputs, memory, barriers, tile, borders, rules, row_count(rules.q_at), flags)),
+        ], [4, 4, 1], [REGISTERS, 72 + 2 * (208 - REGISTERS), 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (memory, barriers, tile, outputs, rules, flags, 0)),
+            (consume, (memory, barriers, tile, outputs, rules, flags, 1)),
+            (produce, (inputs, memory, barriers, tile, borders, rules, row_count(rules.q_at), flags)),
+        ], [4, 1], [240, 24])  # fmt: skip
     if FROM_DOCUMENTS:  # the next tile allocates new barriers
         invalidate_barriers(kv_full, kv_free)
         invalidate_barriers(exchange_0, unused_0)
@@ -233,7 +248,9 @@ def turns_of_sequence(inputs, rules, flags: gl.constexpr, b, first_key):
 @gluon.jit
 def consume(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
     """Role of a consumer warpgroup: by keys with 128 of them, by columns with 64."""
-    if flags.BLOCK_N == 128:
+    if not flags.DQ_WARPGROUP:
+        consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags, CONSUMER_ID)
+    elif flags.BLOCK_N == 128:
         consume_keys(memory, barriers, tile, outputs, rules, flags, CONSUMER_ID)
     elif CONSUMER_ID == 0:
         consume_weights(memory, barriers, tile, outputs, rules, flags)
@@ -256,7 +273,10 @@ def block_backward(block: Block, gradients: Gradients, accumulate: bool | str) -
     dout, q = (tma_readable(zero_padding(x, block.mask, block.q_at)) for x in (gradients.dout, block.q))
     k, v = (tma_readable(zero_padding(x, block.mask, block.k_at)) for x in (block.k, block.v))
     source = block.with_tensors(q, k, v)
-    head_splits = 1 if accumulate is True else num_head_splits(q, k, v, mask_argument(block.mask.bounds(q.device)))
+    head_splits = 1
+    if accumulate is not True:
+        mask = mask_argument(block.mask.bounds(q.device))
+        head_splits = num_head_splits(q, k, mask, backward_tiles(block)["BLOCK_N"])
     cached = with_fp32_sums(
         gradients,
         accumulate,
@@ -299,8 +319,13 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
     if block.deterministic:
         turns = torch.zeros(batch, heads, -(-q_rows // 64), dtype=torch.int32, device=q.device)
     tensors = kernel_tensors(q, block.k, block.v, block.mask.bounds(q.device), gradients) | dict(turns=turns)
-    options = common_arguments(block, tiles_for("backward", q, block.v)) | dict(accumulate=accumulate)
+    options = common_arguments(block, backward_tiles(block)) | dict(accumulate=accumulate)
     yield Launch(attention_backward, backward_arguments, tensors, options)
+
+
+def backward_tiles(block: Block) -> dict[str, Any]:
+    """Return the tile sizes. Softcap and ordered sums need registers that consumers which compute dq do not have."""
+    return tiles_for("backward", block.q, block.v, needs_registers=bool(block.softcap) or block.deterministic)
 
 
 def replay(

@@ -5,10 +5,10 @@
     BLOCK_N    keys of a tile                         STAGES     slots of q and dout
     Q_STAGES   slots of q                             DS_STAGES  slots of dS
     STAGES     slots of k and v                       DQ_STAGES  slots of dq, each of DQ_WIDTH columns
-    REGISTERS  per thread of a consumer               TIGHT      registers are scarce: scores do not run one tile
-    STAGED     store out through shared memory                   ahead, and weights wait for dS in 16 bits
-    IN_STEP    warps of a consumer synchronise        maxnreg    registers per thread at launch (both kernels)
-               to free a slot
+    REGISTERS  per thread of a consumer               DQ_WARPGROUP  a warpgroup computes dq; else the consumers do,
+    STAGED     store out through shared memory                      only for head dims of q above 128
+    IN_STEP    warps of a consumer synchronise        TIGHT      registers are scarce: weights wait for dS in 16 bits
+               to free a slot                         maxnreg    registers per thread at launch (both kernels)
 The first row whose limits a call's head dims do not exceed applies. STAGED needs shared memory for 16 bits per element of out.
 With a short window, a row of SHORT_WINDOWS replaces that of the forward.
 """
@@ -38,20 +38,32 @@ SHORT_WINDOWS = {
     (120, 120): (2048, FORWARD[128, 128]),
 }
 BACKWARD = {
-    (64, 64): dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=False, maxnreg=128),
-    (80, 80): dict(BLOCK_N=128, STAGES=3, DS_STAGES=3, DQ_STAGES=3, DQ_WIDTH=32, TIGHT=False, maxnreg=128),
-    (96, 96): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=6, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
-    (128, 128): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, TIGHT=True, maxnreg=128),
-    (192, 192): dict(BLOCK_N=64, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
-    (256, 256): dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, TIGHT=True, maxnreg=128),
+    (64, 64): dict(BLOCK_N=128, STAGES=4, DS_STAGES=3, DQ_STAGES=2, DQ_WIDTH=64, DQ_WARPGROUP=True, TIGHT=False, maxnreg=128),
+    (80, 80): dict(BLOCK_N=128, STAGES=3, DS_STAGES=3, DQ_STAGES=3, DQ_WIDTH=32, DQ_WARPGROUP=True, TIGHT=False, maxnreg=128),
+    (96, 96): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=6, DQ_WIDTH=32, DQ_WARPGROUP=True, TIGHT=True, maxnreg=128),
+    (128, 128): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, DQ_WARPGROUP=True, TIGHT=True, maxnreg=128),
+    (160, 160): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, DQ_WARPGROUP=False, TIGHT=True, maxnreg=168),
+    (192, 128): dict(BLOCK_N=128, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=64, DQ_WARPGROUP=False, TIGHT=True, maxnreg=168),
+    (192, 192): dict(BLOCK_N=64, STAGES=2, DS_STAGES=2, DQ_STAGES=2, DQ_WIDTH=32, DQ_WARPGROUP=True, TIGHT=True, maxnreg=128),
+    (256, 256): dict(BLOCK_N=64, STAGES=2, DS_STAGES=1, DQ_STAGES=2, DQ_WIDTH=32, DQ_WARPGROUP=True, TIGHT=True, maxnreg=128),
 }
 
 
-def tiles_for(kernel: str, q: Tensor, v: Tensor, bounds: Bounds | None = None) -> dict[str, Any]:
-    """Return BLOCK_*, TAIL_* and launch options of "forward" or "backward" for these inputs and bounds of a mask."""
+def tiles_for(kernel: str, q: Tensor, v: Tensor, bounds: Bounds | None = None, needs_registers: bool = False) -> dict[str, Any]:
+    """Return BLOCK_*, TAIL_* and launch options of "forward" or "backward" for these inputs.
+
+    Args:
+        kernel: "forward" or "backward".
+        q: Queries.
+        v: Values.
+        bounds: Of the mask; only the forward's tiles depend on them.
+        needs_registers: A backward that needs a dq warpgroup, because its consumers have no registers to spare.
+    """
     width, v_width = q.shape[-1], v.shape[-1]
     table = {"forward": FORWARD, "backward": BACKWARD}[kernel]
-    limits = next(limits for limits in table if width <= limits[0] and v_width <= limits[1])
+    needs_warpgroup = needs_registers or width <= 128
+    fitting = [limits for limits in table if width <= limits[0] and v_width <= limits[1]]
+    limits = next(x for x in fitting if table[x].get("DQ_WARPGROUP", True) or not needs_warpgroup)
     tiles = table[limits]
     if kernel == "forward" and bounds is not None and limits in SHORT_WINDOWS:
         max_keys, short_tiles = SHORT_WINDOWS[limits]

@@ -181,22 +181,22 @@ def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: i
 
 
 @pytest.mark.parametrize(
-    "direction, mask, width, num_groups, rows, streamed_bytes, count",
+    "direction, mask, block_n, num_groups, rows, streamed_bytes, count",
     [  # shapes of docs/results/concurrent-heads-h200.json have the fastest count, or an at most 4 % slower one
         ("backward", CAUSAL, 128, 8, 4096, 2**24, 4),
         ("backward", CAUSAL, 128, 32, 2048, 2**23, 8),
         ("backward", CAUSAL, 128, 8, 5000, 2**24, 4),
         ("backward", CAUSAL, 128, 16, 3000, 2**24, 8),  # six are a wave, but two of 16 would be left
         ("backward", CAUSAL, 128, 8, 6144, 2**25, 4),
-        ("backward", CAUSAL, 96, 32, 4096, 2**22, 4),
+        ("backward", CAUSAL, 128, 32, 4096, 2**22, 4),
         ("backward", CAUSAL, 128, 256, 512, 2**21, 16),
         ("backward", CAUSAL, 128, 16, 16384, 2**24, 2),
         ("backward", CAUSAL, 128, 16, 2**17 + 1, 2**30, 1),
-        ("backward", CAUSAL, 256, 16, 8192, 2**30, 8),
+        ("backward", CAUSAL, 64, 16, 8192, 2**30, 8),
         ("backward", DOCUMENTS, 128, 8, 16384, 2**26, 8),
         ("backward", Mask(), 128, 16, 8192, 2**20, 1),
-        ("forward", CAUSAL, 96, 32, 4096, 4096 * 384, 16),  # ten fit into the cache, and two of 32 would be left
-        ("forward", CAUSAL, 192, 16, 4096, 4096 * 640, 8),
+        ("forward", CAUSAL, 128, 32, 4096, 4096 * 384, 16),  # ten fit into the cache, and two of 32 would be left
+        ("forward", CAUSAL, 128, 16, 4096, 4096 * 640, 8),
         ("forward", CAUSAL, 128, 16, 8192, 8192 * 512, 4),
         ("forward", CAUSAL, 128, 13, 8192, 8192 * 512, 7),
         ("forward", CAUSAL, 128, 16, 65536, 2**25, 1),
@@ -205,8 +205,8 @@ def test_query_tiles_begin_at_document_borders(lengths: tuple[int, ...], rows: i
     ],
 )  # fmt: skip
 def test_the_last_heads_are_about_as_many_as_the_others(
-    direction: str, mask: Mask, width: int, num_groups: int, rows: int, streamed_bytes: int, count: int
+    direction: str, mask: Mask, block_n: int, num_groups: int, rows: int, streamed_bytes: int, count: int
 ) -> None:
-    tiles = -(-rows // (64 if width > 128 else 128))
+    tiles = -(-rows // block_n)
     rules = mask_argument(mask.bounds())
-    assert num_concurrent_groups(direction, rules, width, num_groups, tiles, rows, streamed_bytes, 132) == count
+    assert num_concurrent_groups(direction, rules, block_n, num_groups, tiles, rows, streamed_bytes, 132) == count

@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from ringspan import Mask
 from ringspan.kernels.backends.hopper import tile_sizes
 from ringspan.kernels.backends.hopper.backward_consumer import store_columns as store_gradients
+from ringspan.kernels.backends.hopper.backward_consumer_dq import add_middle_part, add_part
+from ringspan.kernels.backends.hopper.backward_consumer_dq import dq_part as consumer_dq_part
 from ringspan.kernels.backends.hopper.chunks import accumulate_chunk
 from ringspan.kernels.backends.hopper.forward_outputs import load_carry_chunk as load_carry
 from ringspan.kernels.backends.hopper.forward_outputs import store_out_chunk as store_out
@@ -131,6 +133,27 @@ def dq_of_first_chunk_twice(ds, k_all, part, zero, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
+def dq_of_second_part_twice(ds_halves, k, PART: gl.constexpr, flags: gl.constexpr):
+    return consumer_dq_part(ds_halves, (k[0], k[0].slice(64, 64, dim=1)), PART, flags)
+
+
+@gluon.jit
+def dq_of_one_consumer_twice(ds_halves, k, PART: gl.constexpr, flags: gl.constexpr):
+    return consumer_dq_part((ds_halves[0], ds_halves[0]), k, PART, flags)
+
+
+@gluon.jit
+def middle_part_of_one_consumer(ds_halves, k, dq_out, memory, tile, step, h, row, scale, flags, CONSUMER_ID: gl.constexpr):
+    if CONSUMER_ID == 0:
+        add_middle_part(ds_halves, k, dq_out, memory, tile, step, h, row, scale, flags, CONSUMER_ID)
+
+
+@gluon.jit
+def part_at_wrong_column(dq_out, memory, tile, h, row, PART: gl.constexpr, CONSUMER_ID: gl.constexpr):
+    add_part(dq_out, memory, tile, h, row, PART - 1 if PART > 0 else 0, CONSUMER_ID)
+
+
+@gluon.jit
 def out_at_wrong_column(out, stride, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
     store_out(out, stride, row, row_ok, acc, FIRST - 8 if FIRST > 0 else 0, DV)
 
@@ -159,11 +182,19 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in th
     "loads: a chunk left out": (dict(load_tiles=no_load_of_second_chunk), "all tasks wait"),
     "out: a wrong offset": (dict(store_out_chunk=out_at_wrong_column), "out"),
     "carry: a wrong offset": (dict(load_carry_chunk=carry_at_wrong_column), "out"),
-    "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
     "dk, dv: a wrong offset": (dict(store_columns=gradients_at_wrong_column), "dk"),
 }
 FAULTS_OF_V = [name for name in FAULTS if name.startswith(("sums", "out", "carry"))]
-FAULTS_OF_96 = {"k in registers: a chunk used twice": (dict(load_tail=first_chunk_as_tail), "dq")}
+FAULTS_OF_96 = {
+    "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
+    "k in registers: a chunk used twice": (dict(load_tail=first_chunk_as_tail), "dq"),
+}
+FAULTS_OF_192 = {  # consumers compute dq
+    "dq: a chunk used twice": (dict(dq_part=dq_of_second_part_twice), "dq"),
+    "dq: dS of one consumer used twice": (dict(dq_part=dq_of_one_consumer_twice), "dq"),
+    "dq: a part left out": (dict(add_middle_part=middle_part_of_one_consumer), "dq"),
+    "dq: a wrong offset": (dict(add_part=part_at_wrong_column), "dq"),
+}
 FAULTS_OF_112 = {
     "scores: columns used twice": (dict(multiply_transposed=scores_of_columns_80_to_95_twice), "out"),
     "scores: a wrong offset": (dict(multiply_transposed=scores_of_wrong_columns), "out"),
@@ -176,14 +207,15 @@ FAULTS_OF_112 = {
     [
         *itertools.product([(96, 96)], [*FAULTS, *FAULTS_OF_96]),
         *itertools.product([(160, 160)], FAULTS_OF_V),
-        *itertools.product([(192, 128)], [name for name in FAULTS if name not in FAULTS_OF_V]),
+        *itertools.product([(192, 128)], [*(name for name in FAULTS if name not in FAULTS_OF_V), *FAULTS_OF_192]),
         *itertools.product([(112, 112)], FAULTS_OF_112),
     ],
     ids=str,
 )
 def test_wrong_chunks_are_found(fault: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault changes the results that depend on it, and only those."""
-    overrides, first_wrong = (FAULTS | FAULTS_OF_96 | FAULTS_OF_112)[fault]
+    others = {96: FAULTS_OF_96, 112: FAULTS_OF_112, 192: FAULTS_OF_192}
+    overrides, first_wrong = (FAULTS | others.get(head_dims[0], {}))[fault]
     expected = two_blocks(head_dims, "reference", "cpu")
     emulate(monkeypatch, **overrides)
     if first_wrong == "all tasks wait":
