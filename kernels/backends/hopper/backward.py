@@ -10,7 +10,11 @@ A thread block owns BLOCK_N keys and streams the queries that see them, 64 at a 
 over some of them if there would be too few thread blocks for the GPU (`num_head_splits`).
 Scores are (keys, queries): p and dS are matmul operands straight from registers. Shared memory bandwidth is the limit, so
 lse and delta are subtracted by one more matmul, 16 wide, instead of being loaded for each key.
-Up to head dim 128 the block has 128 keys (backward_consumer.py), above it 64 (backward_consumer_wide.py).
+
+    keys   head dims                                               consumers
+    128    up to 128                                               backward_consumer.py
+    128    129 to 160, and 192 with up to 128 for v                backward_consumer_dq.py: they compute dq, without dq warpgroup
+     64    others; there also softcap and ordered sums of dq       backward_consumer_wide.py
 """
 
 from collections.abc import Callable, Iterator
@@ -103,8 +107,8 @@ def attention_backward(
     sequence, tile = scheduled_tile(gl.program_id(0), num_tiles, num_sequences, concurrent_heads, dk_tiles is not None)
     first_key = tile * BLOCK_N  # the first keys, visible to most queries under a causal mask, first
     b, kv_head = sequence // num_heads, sequence % num_heads
-    # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not with 64
-    # keys: the loops would spill registers.
+    # With documents tiles begin at borders, as in forward_producer.py: zero, one or two tiles per thread block. Not above head
+    # dim 128: the loops would spill (more) registers.
     FROM_DOCUMENTS: gl.constexpr = mask.starts is not None and turns is None and BLOCK_N == 128 and DQ_WARPGROUP
     if FROM_DOCUMENTS:
         piece_end = gl.minimum(tile_border(first_key + BLOCK_N, b, mask, k_at, BLOCK_N), row_count(k_at))
@@ -156,7 +160,7 @@ def process_key_tile(
     k, v = inputs.k, inputs.v
     NUM_HALVES: gl.constexpr = flags.BLOCK_N // 64
     kv_full, kv_free = make_barriers(1, 1, 1)  # loaded once, so never freed
-    # Between the consumers: which one computes scores next or, above head dim 128, that a tile is written and read. Two
+    # Between the consumers: which one computes scores next or, with 64 keys, that a tile is written and read. Two
     # allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
     exchange_0, unused_0 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
     exchange_1, unused_1 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
@@ -247,7 +251,7 @@ def turns_of_sequence(inputs, rules, flags: gl.constexpr, b, first_key):
 
 @gluon.jit
 def consume(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
-    """Role of a consumer warpgroup: by keys with 128 of them, by columns with 64."""
+    """Role of a consumer warpgroup: by keys with 128 of them, by columns of dk and dv with 64."""
     if not flags.DQ_WARPGROUP:
         consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags, CONSUMER_ID)
     elif flags.BLOCK_N == 128:

@@ -117,7 +117,7 @@ def consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags: gl.conste
 
 @gluon.jit
 def store_ds(ds, memory, barriers, i, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
-    """Hand dS of a consumer's keys to both consumers. Consumer 1 has one slot fewer, because nobody reads its dS late."""
+    """Hand dS of a consumer's keys to both consumers. Consumer 1 has one slot fewer, because consumer 0 reads its own dS one tile late."""
     SLOTS: gl.constexpr = flags.DS_STAGES - CONSUMER_ID
     slot = wait_free(barriers.ds_free[CONSUMER_ID], i, SLOTS)
     memory.ds.index(flags.DS_STAGES * CONSUMER_ID + slot).store(ds)

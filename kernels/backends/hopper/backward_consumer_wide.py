@@ -1,4 +1,4 @@
-"""Consumers of Hopper's backward above head dim 128, where a thread block owns 64 keys (see backward.py).
+"""Consumers of Hopper's backward where a thread block owns 64 keys, above head dim 128 (see backward.py).
 
 The registers of a warpgroup cannot hold all columns of dk and dv, so each consumer accumulates half of the columns. A second
 chunk (chunks.py) has one consumer: dv's goes to consume_weights, and dk's to consume_ds. Both need all weights and all of dS:

@@ -57,11 +57,11 @@ def tiles_for(kernel: str, q: Tensor, v: Tensor, bounds: Bounds | None = None, n
         q: Queries.
         v: Values.
         bounds: Of the mask; only the forward's tiles depend on them.
-        needs_registers: A backward that needs a dq warpgroup, because its consumers have no registers to spare.
+        needs_registers: Whether the consumers of a backward need registers that they lack where they compute dq.
     """
     width, v_width = q.shape[-1], v.shape[-1]
     table = {"forward": FORWARD, "backward": BACKWARD}[kernel]
-    needs_warpgroup = needs_registers or width <= 128
+    needs_warpgroup = needs_registers or width <= 128  # consumers split dq into three parts of up to 64 columns
     fitting = [limits for limits in table if width <= limits[0] and v_width <= limits[1]]
     limits = next(x for x in fitting if table[x].get("DQ_WARPGROUP", True) or not needs_warpgroup)
     tiles = table[limits]

@@ -59,6 +59,29 @@ def test_masks_with_head_dims_in_chunks(case: Case, poisoned_memory: None, monke
     check_case(case.grown(3), "hopper", torch.bfloat16 if seed % 3 else torch.float16, "cpu")
 
 
+@pytest.mark.parametrize(
+    "width, v_width, needs_registers, by_consumers",
+    [
+        *[(128, 160, False, False), (136, 136, False, True), (160, 160, False, True), (168, 128, False, True)],
+        *[(192, 128, False, True), (192, 136, False, False), (192, 128, True, False), (256, 256, False, False)],
+    ],
+)
+def test_consumers_compute_dq_where_registers_suffice(
+    width: int, v_width: int, needs_registers: bool, by_consumers: bool
+) -> None:
+    q, v = (torch.empty(1, 64, 1, x, device="meta") for x in (width, v_width))
+    tiles = tile_sizes.tiles_for("backward", q, v, needs_registers=needs_registers)
+    assert (tiles["DQ_WARPGROUP"], tiles["BLOCK_N"]) == ((False, 128) if by_consumers else (True, 64))
+
+
+@emulated
+@pytest.mark.parametrize("width, v_width", [(136, 136), (144, 64), (176, 96)])
+def test_narrow_last_parts_of_dq(width: int, v_width: int, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, width, resident=2)
+    case = Case("causal", rows=150, keys=200, heads=(4, 2), width=width, v_width=v_width, causal=True, window=90)
+    check_case(case, "hopper", torch.bfloat16, "cpu")
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dims", CHUNKED, ids=str)
 def test_carry_with_head_dims_in_chunks(head_dims: tuple[int, int], device: str) -> None:
