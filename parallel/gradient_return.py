@@ -27,7 +27,7 @@ from ringspan.parallel.transport.streams import SideStream, Wait
 # Bytes of the local dK/dV between which gradients that arrive are kept and added together, KEPT_BYTES at most. A sum of fewer
 # finds idle SMs; more would need gigabytes for a gain of at most 1 %.
 SMALL_BYTES, LARGE_BYTES, KEPT_BYTES = 2**26, 2**29, 2**29
-TILE_KEYS = 128  # of a thread block of Hopper's backward up to head dim 128; others have fewer, so their halves fill more SMs
+TILE_KEYS = 128  # of a thread block of Hopper's backward, or 64 at some head dims above 128, whose halves fill more SMs
 MAX_HEAD_SPLITS = 4  # of a tile's thread blocks, which share its query heads where they are few; more were not measured
 TILES_PER_SM = 1.9  # in each half of the local block; below, all other thread blocks wait for the longest one
 

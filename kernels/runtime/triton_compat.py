@@ -39,6 +39,8 @@ def with_layout(memory: Any, layout: Any, _semantic: Any = None) -> Any:
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Triton 3.9's assembler serialises the matmuls of the preceding loop if dk or dv is then stored to shared memory.
 STORE_GRADIENTS_BY_TMA = VERSION < (3, 9)
+# Consumers that compute dq have no register to spare: Triton 3.9's assembler serialises their matmuls.
+CONSUMERS_COMPUTE_DQ = VERSION < (3, 9)
 # Cast weights to 16 bits before the mask's branch. Triton 3.8 keeps each 16-bit value in a register of its own across a
 # branch, and registers do not suffice.
 CAST_BEFORE_MASK = gl.constexpr(VERSION != (3, 8))

@@ -159,7 +159,7 @@ class Barriers(NamedTuple):
     exchange: Any  # one ring for each consumer
     q_full: Any
     q_free: Any
-    ds_full: Any
+    ds_full: Any  # and ds_free: a tuple of one for each consumer where they compute dq
     ds_free: Any
 
 

@@ -11,10 +11,11 @@ over some of them if there would be too few thread blocks for the GPU (`num_head
 Scores are (keys, queries): p and dS are matmul operands straight from registers. Shared memory bandwidth is the limit, so
 lse and delta are subtracted by one more matmul, 16 wide, instead of being loaded for each key.
 
-    keys   head dims                                               consumers
-    128    up to 128                                               backward_consumer.py
-    128    129 to 160, and 192 with up to 128 for v                backward_consumer_dq.py: they compute dq, without dq warpgroup
-     64    others; there also softcap and ordered sums of dq       backward_consumer_wide.py
+    keys   head dims                                    consumers
+    128    up to 128                                    backward_consumer.py
+    128    129 to 160, and to 192 with 128 for v        backward_consumer_dq.py, no dq warpgroup
+     64    others; above 128 also with softcap          backward_consumer_wide.py
+           or ordered sums of dq
 """
 
 from collections.abc import Callable, Iterator
@@ -142,8 +143,9 @@ def allocate_memory(inputs, dq, softcap, flags: gl.constexpr):
     lse_tile = stats  # not read without softcap: there the matmul subtracts lse
     if softcap is not None:
         lse_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with TIGHT and 128 keys also 2 and 4 if its queries
-    # see keys of consumer 0 and 1. One int32 for all marks, because loads from shared memory are slow while matmuls read it.
+    # Per slot: head, first row and marks. Marks: 1 if the tile is partial; with TIGHT, 128 keys and a dq warpgroup also 2 and 4
+    # if its queries see keys of consumer 0 and 1. One int32 for all marks, because loads from shared memory are slow while
+    # matmuls read it.
     tile_info = gl.allocate_shared_memory(gl.int32, [3 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     row_offsets = gl.allocate_shared_memory(gl.int32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # 0 … 63 in shared memory: constants would occupy registers, which the loop needs
@@ -160,8 +162,8 @@ def process_key_tile(
     k, v = inputs.k, inputs.v
     NUM_HALVES: gl.constexpr = flags.BLOCK_N // 64
     kv_full, kv_free = make_barriers(1, 1, 1)  # loaded once, so never freed
-    # Between the consumers: which one computes scores next or, with 64 keys, that a tile is written and read. Two
-    # allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
+    # Between the consumers: which one computes scores next or, with 64 keys, that a tile is written and read; not used where
+    # they compute dq. Two allocations: with one, Triton would synchronise a warpgroup between its wait and its arrival.
     exchange_0, unused_0 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
     exchange_1, unused_1 = make_barriers(flags.DS_STAGES if flags.BLOCK_N == 64 else 1, 128, 1)
     # the producer arrives twice: TMA bytes expected; stats written
@@ -190,9 +192,9 @@ def process_key_tile(
     dq_turns = Turns(None, None, None, None)
     if inputs.turns is not None:
         dq_turns = turns_of_sequence(inputs, rules, flags, b, first_key)
-    # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
-    REGISTERS: gl.constexpr = 208 if flags.BLOCK_N == 128 else 200
     if flags.DQ_WARPGROUP:
+        # per thread; consumers of 64 keys need fewer, and the dq warpgroup keeps dS in the registers that remain
+        REGISTERS: gl.constexpr = 208 if flags.BLOCK_N == 128 else 200
         gl.warp_specialize([
             (consume, (memory, barriers, tile, outputs, rules, flags, 0)),
             (consume, (memory, barriers, tile, outputs, rules, flags, 1)),
@@ -328,7 +330,7 @@ def launches(block: Block, gradients: Gradients, accumulate: bool | str) -> Iter
 
 
 def backward_tiles(block: Block) -> dict[str, Any]:
-    """Return the tile sizes. Softcap and ordered sums need registers that consumers which compute dq do not have."""
+    """Return the tile sizes. With softcap or ordered sums of dq, consumers have no registers to compute dq."""
     return tiles_for("backward", block.q, block.v, needs_registers=bool(block.softcap) or block.deterministic)
 
 

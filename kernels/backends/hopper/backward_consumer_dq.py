@@ -1,8 +1,8 @@
-"""Consumers of Hopper's backward that also compute dq: head dims 129 to 160, and 192 with up to 128 for v (see backward.py).
+"""Consumers of Hopper's backward that also compute dq: head dims 129 to 160, and to 192 with 128 for v (see backward.py).
 
 Each of the two warpgroups owns 64 of the 128 keys, as in backward_consumer.py. dk and dv occupy 160 registers per thread, so
-there is no warpgroup for dq. dq has three parts of at most 64 columns: each consumer computes one of them, and every second
-time the middle one, from the dS of both.
+there is no warpgroup for dq. dq has three parts of at most 64 columns: each consumer computes one of them, and the middle one
+for every second tile, from the dS of both.
 
     consumer 0  | exp2, dP, dS(i), dv, dk | dq(i-1), s(i+1) | …         dS × 2 ──▶ both consumers
     consumer 1          | exp2, dP, dS(i), dv, dk | dq(i), s(i+1) | …   dS × 1 ──▶ both consumers
@@ -46,6 +46,8 @@ from ringspan.kernels.runtime.triton_compat import tma_add
 @gluon.jit
 def consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
     """Compute dS, dk and dv of 64 keys, and add half of the columns of dq."""
+    gl.static_assert(flags.BLOCK_D == 128 and flags.TAIL_D > 0, "dq has three parts")
+    gl.static_assert(flags.DS_STAGES >= 2 and flags.DQ_STAGES == 2 and flags.DQ_WIDTH == 64, "slots of dS and dq")
     STAGES: gl.constexpr = flags.STAGES
     OFFSET: gl.constexpr = CONSUMER_ID * 64
     OWN_PART: gl.constexpr = 2 * CONSUMER_ID
@@ -117,7 +119,10 @@ def consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags: gl.conste
 
 @gluon.jit
 def store_ds(ds, memory, barriers, i, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
-    """Hand dS of a consumer's keys to both consumers. Consumer 1 has one slot fewer, because consumer 0 reads its own dS one tile late."""
+    """Hand dS of a consumer's keys to both consumers.
+
+    Consumer 0 reads dS one tile late. Then its own next dS is already written, so it needs one slot more than consumer 1.
+    """
     SLOTS: gl.constexpr = flags.DS_STAGES - CONSUMER_ID
     slot = wait_free(barriers.ds_free[CONSUMER_ID], i, SLOTS)
     memory.ds.index(flags.DS_STAGES * CONSUMER_ID + slot).store(ds)

@@ -9,8 +9,9 @@
     STAGED     store out through shared memory                      only for head dims of q above 128
     IN_STEP    warps of a consumer synchronise        TIGHT      registers are scarce: weights wait for dS in 16 bits
                to free a slot                         maxnreg    registers per thread at launch (both kernels)
-The first row whose limits a call's head dims do not exceed applies. STAGED needs shared memory for 16 bits per element of out.
-With a short window, a row of SHORT_WINDOWS replaces that of the forward.
+The first row whose limits a call's head dims do not exceed applies. Rows without DQ_WARPGROUP are skipped for head dims of q up
+to 128, softcap, ordered sums of dq, and Triton 3.9; there consumer 1 has one slot fewer for dS, and each has one for dq.
+STAGED needs shared memory for 16 bits per element of out. With a short window, a row of SHORT_WINDOWS replaces the forward's.
 """
 
 import functools
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ringspan.kernels.mask import SENTINEL, Bounds
+from ringspan.kernels.runtime.triton_compat import CONSUMERS_COMPUTE_DQ
 
 FORWARD = {  # by largest head dims of q and k, and of v
     (64, 64): dict(CONSUMERS=3, BLOCK_N=128, Q_STAGES=2, STAGES=5, REGISTERS=160, STAGED=False, maxnreg=128, IN_STEP=True),
@@ -57,11 +59,12 @@ def tiles_for(kernel: str, q: Tensor, v: Tensor, bounds: Bounds | None = None, n
         q: Queries.
         v: Values.
         bounds: Of the mask; only the forward's tiles depend on them.
-        needs_registers: Whether the consumers of a backward need registers that they lack where they compute dq.
+        needs_registers: Whether softcap or ordered sums of dq rule out consumers that compute dq.
     """
     width, v_width = q.shape[-1], v.shape[-1]
     table = {"forward": FORWARD, "backward": BACKWARD}[kernel]
-    needs_warpgroup = needs_registers or width <= 128  # consumers split dq into three parts of up to 64 columns
+    # consumers split dq into three parts of up to 64 columns
+    needs_warpgroup = needs_registers or width <= 128 or not CONSUMERS_COMPUTE_DQ
     fitting = [limits for limits in table if width <= limits[0] and v_width <= limits[1]]
     limits = next(x for x in fitting if table[x].get("DQ_WARPGROUP", True) or not needs_warpgroup)
     tiles = table[limits]

@@ -105,7 +105,7 @@ def test_flash_backward_by_hand(tiles: None) -> None:
 
 
 def test_tiles_of_wide_heads_have_fewer_keys(tiles: None) -> None:
-    """Five matmuls in both cases; above head dim 128 a tile of Hopper's backward has 64 keys in place of 128."""
+    """Five matmuls in both cases; of these tiles of Hopper's backward, the wide ones have 64 keys in place of 128."""
     shape = Shape("s", 1, 512, 2, 2, 64)
     narrow, wide = (flash("hopper", replace(shape, head_dim=width), "backward", 2) for width in (64, 128))
     assert narrow.flops == 2 * 5 * 2 * (2 + 4 + 6 + 8) * 64 * 128 * 64

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ringspan import Mask
 from ringspan.kernels.backends.hopper import tile_sizes
+from ringspan.kernels.backends.hopper.backward_consumer import fence_and_arrive
 from ringspan.kernels.backends.hopper.backward_consumer import store_columns as store_gradients
 from ringspan.kernels.backends.hopper.backward_consumer_dq import add_middle_part, add_part
 from ringspan.kernels.backends.hopper.backward_consumer_dq import dq_part as consumer_dq_part
@@ -67,11 +68,14 @@ def test_masks_with_head_dims_in_chunks(case: Case, poisoned_memory: None, monke
     ],
 )
 def test_consumers_compute_dq_where_registers_suffice(
-    width: int, v_width: int, needs_registers: bool, by_consumers: bool
+    width: int, v_width: int, needs_registers: bool, by_consumers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, v = (torch.empty(1, 64, 1, x, device="meta") for x in (width, v_width))
-    tiles = tile_sizes.tiles_for("backward", q, v, needs_registers=needs_registers)
-    assert (tiles["DQ_WARPGROUP"], tiles["BLOCK_N"]) == ((False, 128) if by_consumers else (True, 64))
+    for compiler_suffices in (True, False):
+        monkeypatch.setattr(tile_sizes, "CONSUMERS_COMPUTE_DQ", compiler_suffices)
+        tiles = tile_sizes.tiles_for("backward", q, v, needs_registers=needs_registers)
+        expected = (False, 128) if by_consumers and compiler_suffices else (True, 64)
+        assert (tiles["DQ_WARPGROUP"], tiles["BLOCK_N"]) == expected
 
 
 @emulated
@@ -177,6 +181,19 @@ def part_at_wrong_column(dq_out, memory, tile, h, row, PART: gl.constexpr, CONSU
 
 
 @gluon.jit
+def ds_without_wait(memory, barriers, step, flags: gl.constexpr):
+    first, second = step % flags.DS_STAGES, flags.DS_STAGES + step % (flags.DS_STAGES - 1)
+    return memory.ds.index(first).permute((1, 0)), memory.ds.index(second).permute((1, 0))
+
+
+@gluon.jit
+def store_ds_without_wait(ds, memory, barriers, i, flags: gl.constexpr, CONSUMER_ID: gl.constexpr):
+    slot = i % (flags.DS_STAGES - CONSUMER_ID)
+    memory.ds.index(flags.DS_STAGES * CONSUMER_ID + slot).store(ds)
+    fence_and_arrive(barriers.ds_full[CONSUMER_ID].index(slot))
+
+
+@gluon.jit
 def out_at_wrong_column(out, stride, row, row_ok, acc, FIRST: gl.constexpr, DV: gl.constexpr):
     store_out(out, stride, row, row_ok, acc, FIRST - 8 if FIRST > 0 else 0, DV)
 
@@ -208,8 +225,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in th
     "dk, dv: a wrong offset": (dict(store_columns=gradients_at_wrong_column), "dk"),
 }
 FAULTS_OF_V = [name for name in FAULTS if name.startswith(("sums", "out", "carry"))]
+FAULTS_OF_DQ_WARPGROUP = {"dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq")}
 FAULTS_OF_96 = {
-    "dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq"),
+    **FAULTS_OF_DQ_WARPGROUP,
     "k in registers: a chunk used twice": (dict(load_tail=first_chunk_as_tail), "dq"),
 }
 FAULTS_OF_192 = {  # consumers compute dq
@@ -217,6 +235,8 @@ FAULTS_OF_192 = {  # consumers compute dq
     "dq: dS of one consumer used twice": (dict(dq_part=dq_of_one_consumer_twice), "dq"),
     "dq: a part left out": (dict(add_middle_part=middle_part_of_one_consumer), "dq"),
     "dq: a wrong offset": (dict(add_part=part_at_wrong_column), "dq"),
+    "dS: no wait until it is stored": (dict(wait_ds=ds_without_wait), "dq"),
+    "dS: no wait for a free slot": (dict(store_ds=store_ds_without_wait), "all tasks wait"),
 }
 FAULTS_OF_112 = {
     "scores: columns used twice": (dict(multiply_transposed=scores_of_columns_80_to_95_twice), "out"),
@@ -232,13 +252,14 @@ FAULTS_OF_112 = {
         *itertools.product([(160, 160)], FAULTS_OF_V),
         *itertools.product([(192, 128)], [*(name for name in FAULTS if name not in FAULTS_OF_V), *FAULTS_OF_192]),
         *itertools.product([(112, 112)], FAULTS_OF_112),
+        *itertools.product([(192, 192)], FAULTS_OF_DQ_WARPGROUP),
     ],
     ids=str,
 )
 def test_wrong_chunks_are_found(fault: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault changes the results that depend on it, and only those."""
-    others = {96: FAULTS_OF_96, 112: FAULTS_OF_112, 192: FAULTS_OF_192}
-    overrides, first_wrong = (FAULTS | others.get(head_dims[0], {}))[fault]
+    others = {(96, 96): FAULTS_OF_96, (112, 112): FAULTS_OF_112, (192, 128): FAULTS_OF_192, (192, 192): FAULTS_OF_DQ_WARPGROUP}
+    overrides, first_wrong = (FAULTS | others.get(head_dims, {}))[fault]
     expected = two_blocks(head_dims, "reference", "cpu")
     emulate(monkeypatch, **overrides)
     if first_wrong == "all tasks wait":
