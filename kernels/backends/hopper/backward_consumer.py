@@ -55,13 +55,7 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     selector = stats_selector(S_LAYOUT)
     dk, dv = zero_accumulators(flags.BLOCK_D, flags.TAIL_D), zero_accumulators(flags.BLOCK_DV, flags.TAIL_DV)
     key = tile.first_key + OFFSET + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
-    key_ok = key < tile.end_key
-    # A query sees keys past the end of the tile by neither bound. Only bounds that the mask has occupy registers in the loop.
-    if rules.mask.right is not None or rules.mask.starts is not None:
-        lo = gl.where(key_ok, lo, MAX_POSITION)
-    elif rules.mask.left is not None:
-        hi = gl.where(key_ok, hi, -MAX_POSITION)
+    lo, hi, key_ok = query_bounds(key, tile, rules)
     steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     # What fits into registers, so that matmuls read less shared memory: k's second chunk with TIGHT, else v if it has only one.
@@ -123,6 +117,21 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
             skip_tile(memory, barriers, i, flags, S_LAYOUT, DTYPE, CONSUMER_ID)
         arrive_per_thread(barriers.q_free.index(slot))
     store_gradients(dk, dv, memory, barriers, tile, outputs, rules, flags, key, key_ok, steps, CONSUMER_ID)
+
+
+@gluon.jit
+def query_bounds(key, tile, rules):
+    """Return the first and the last position of the queries that see each key, and whether the key is in the tile.
+
+    A query sees keys past the end of the tile by neither bound. Only bounds that the mask has occupy registers in the loop.
+    """
+    lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
+    key_ok = key < tile.end_key
+    if rules.mask.right is not None or rules.mask.starts is not None:
+        lo = gl.where(key_ok, lo, MAX_POSITION)
+    elif rules.mask.left is not None:
+        hi = gl.where(key_ok, hi, -MAX_POSITION)
+    return lo, hi, key_ok
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from ringspan.kernels.backends.hopper.backward_consumer import (
     compute_ds,
     fence_and_arrive,
     matmul_minus_stats,
+    query_bounds,
     recompute_weights,
     start_scores,
     stats_selector,
@@ -39,7 +40,6 @@ from ringspan.kernels.backends.hopper.common import (
     wait_free,
     wait_full,
 )
-from ringspan.kernels.backends.triton.common import MAX_POSITION, position, visible_queries
 from ringspan.kernels.runtime.triton_compat import tma_add
 
 
@@ -59,12 +59,7 @@ def consume_keys_and_dq(memory, barriers, tile, outputs, rules, flags: gl.conste
     selector = stats_selector(S_LAYOUT)
     dk, dv = zero_accumulators(flags.BLOCK_D, flags.TAIL_D), zero_accumulators(flags.BLOCK_DV, flags.TAIL_DV)
     key = tile.first_key + OFFSET + gl.arange(0, 64, KEYS)
-    lo, hi = visible_queries(position(key, rules.k_at), rules.mask, tile.b)
-    # as in consume_keys: a query sees keys past the end of the tile by neither bound
-    if rules.mask.right is not None or rules.mask.starts is not None:
-        lo = gl.where(key < tile.end_key, lo, MAX_POSITION)
-    elif rules.mask.left is not None:
-        hi = gl.where(key < tile.end_key, hi, -MAX_POSITION)
+    lo, hi, _ = query_bounds(key, tile, rules)
     dq_scale = rules.scale * 2.0**-flags.BIAS
     steps = num_steps(tile)
     late_h, late_row = 0, 1 << 30  # before tile 0: rows out of bounds, which the TMA drops
@@ -160,7 +155,10 @@ def dq_part(ds_halves, k, PART: gl.constexpr, flags: gl.constexpr):
 def add_middle_part(
     ds_halves, k, dq_out, memory, tile, step, h, row, scale, flags: gl.constexpr, CONSUMER_ID: gl.constexpr
 ):  # fmt: skip
-    """Compute and add the middle part of dq, if it is this consumer's turn."""
+    """Compute and add the middle part of dq, if it is this consumer's turn.
+
+    The branch holds one part: a version with two in a branch gave wrong dq on an H200, for an unknown reason.
+    """
     if (step & 1) == CONSUMER_ID:
         store_part(dq_part(ds_halves, k, 1, flags), memory, scale, flags, CONSUMER_ID)
         add_part(dq_out, memory, tile, h, row, 1, CONSUMER_ID)
