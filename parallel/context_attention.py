@@ -157,8 +157,13 @@ def context_attention(
         scale=scale, softcap=softcap, dropout=dropout, seed=seed, deterministic=deterministic, backend=backend
     )
     if mesh is None or size == 1:
-        if layout is not None and isinstance(q, Tensor) and q.ndim == 4 and q.shape[1] != layout.length:
-            raise ValueError(f"q has {q.shape[1]} tokens, the layout has length={layout.length}: make a layout of that length")
+        if layout is not None and layout.local_length != layout.length:  # padding rows, which `attention` does not know
+            group = None if mesh is None else mesh.ring_group
+            return ring_attention(
+                q, k, v, mask, sinks=sinks, return_lse=return_lse, layout=layout, group=group, transport=transport, **options
+            )
+        if layout is not None:
+            layout.check_shards(**{name: x for name, x in (("q", q), ("k", k)) if isinstance(x, Tensor) and x.ndim == 4})
         return attention(q, k, v, mask, sinks=sinks, return_lse=return_lse, **options)
     assert layout is not None and mesh.context_group is not None
     check_group_exists(mesh.context_group, "mesh's context group")
@@ -182,7 +187,7 @@ def context_attention(
     head_start = num_heads * mesh.ulysses_rank
     sinks = None if sinks is None else sinks[head_start : head_start + num_heads]
     options |= dict(head_start=head_start, sequence_group=mesh.context_group)
-    exchange_args = ulysses, mesh.ulysses_group.group_name, mesh.context_group.group_name
+    exchange_args = ulysses, mesh.ulysses_group.group_name, mesh.context_group.group_name, return_lse
     q, k, v = (to_heads(x, *exchange_args) for x in (q, k, v))
     out, lse = ring_attention(q, k, v, mask, sinks=sinks, return_lse=True, **options)
     out = to_tokens(out, *exchange_args)

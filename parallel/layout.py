@@ -49,7 +49,7 @@ class Layout:
     ranks: int
     ulysses: int = 1
     multiple: int = 1
-    ring: "Layout" = field(init=False, repr=False, compare=False)
+    _ring: "Layout | None" = field(init=False, repr=False, compare=False)  # None: the layout itself
     local_length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,11 +68,15 @@ class Layout:
                 f"kind='striped' with ulysses={self.ulysses}: not supported; 'zigzag' balances causal work as evenly"
             )
         # Plain attributes instead of cached properties, which torch.compile cannot trace before Python 3.12.
-        ring, multiple = self, math.lcm(self.multiple, self.ulysses)
+        ring, multiple = None, math.lcm(self.multiple, self.ulysses)
         if self.ulysses > 1:
             ring = Layout(self.kind, self.length, self.ranks // self.ulysses, multiple=multiple)
-        object.__setattr__(self, "ring", ring)
+        object.__setattr__(self, "_ring", ring)
         object.__setattr__(self, "local_length", self._local_length())
+
+    @property
+    def ring(self) -> "Layout":
+        return self if self._ring is None else self._ring
 
     def _local_length(self) -> int:
         if self.ulysses > 1:
@@ -123,9 +127,10 @@ class Layout:
             Tensor of the shape of `x`, with `local_length` entries in dimension `dim`.
 
         Raises:
-            ValueError: `dim`, `rank` or the size of `x` does not fit the layout.
+            ValueError: `dim`, `rank` or the size of `x` does not fit the layout, or the dtype of `x` has no value `fill`.
         """
         dim = self._check_dim(x, dim, self.length, "x")
+        _check_fill(fill, x.dtype)
         pieces = []
         for start, step, count in self.segments(rank):
             rows = slice(start, start + (count - 1) * step + 1, step)
@@ -208,8 +213,8 @@ class Layout:
 
     def _padded(self, rank: int) -> list[Segment]:
         """Return the segments of all rows of a shard, padding included."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank={rank}: out of range; this layout has ranks 0 to {self.ranks - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank={rank!r}: this layout has ranks 0 to {self.ranks - 1}")
         n, ranks = self.local_length, self.ranks
         if self.ulysses > 1:
             ring_rank, ulysses_rank = divmod(rank, self.ulysses)
@@ -222,12 +227,22 @@ class Layout:
 
     @staticmethod
     def _check_dim(x: Tensor, dim: int, size: int, name: str) -> int:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim}: {name} has {x.ndim} dimensions; -{x.ndim} to {x.ndim - 1} work")
         dim %= x.ndim
         if x.shape[dim] != size:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: dim {dim} must be {size} long for this layout")
         return dim
+
+
+def _check_fill(fill: float, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not low <= fill <= high or fill != int(fill):
+        raise ValueError(f"fill={fill}: {dtype} has no such value; convert x to a dtype that has")
 
 
 def _round_up(n: int, multiple: int) -> int:

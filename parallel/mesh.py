@@ -113,7 +113,7 @@ class Mesh:
         if data is None:
             axes["data"] = tuple(dim for dim in range(device_mesh.ndim) if dim not in context)
         else:
-            names = (data,) if isinstance(data, str) else tuple(data)
+            names = data if isinstance(data, tuple | list) else (data,)
             axes["data"] = tuple(process_groups.mesh_dim(device_mesh, dim, "data") for dim in names)
         if len(set(axes["data"] + context)) != len(axes["data"] + context):
             raise ValueError(f"data={data!r}, ring={ring!r}, ulysses={ulysses!r}: each dimension may be used once")

@@ -299,6 +299,7 @@ class RingCall:
             arguments |= {"documents": (_digest(plan_starts), _digest(plan_ends)), "prefix": _digest(plan_prefix)}
             arguments |= {"factors": dict(scale=scale, softcap=softcap, dropout=dropout), "sinks": self.sinks is not None}
             arguments |= {"deterministic": bool(n.deterministic), "backend": backend}
+            arguments |= {"requires_grad of q, k or v": bool(n.has_backward)}
             return arguments | {"seed": None if seed is None else seed.tolist()}
 
         if sequence_name:

@@ -21,7 +21,7 @@ from ringspan.parallel.coordination.process_groups import group_by_name, timeout
 COMPARED_EXCHANGES = 4 * COMPARED_CALLS  # q, k, v and out: a call has four exchanges
 
 
-def to_heads(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
+def to_heads(x: Tensor, size: int, group: str, sequence_group: str, return_lse: bool = False) -> Tensor:
     """Gather the tokens of a Ulysses group for this rank's heads.
 
     Args:
@@ -29,16 +29,17 @@ def to_heads(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
         size: Number of ranks in the Ulysses group.
         group: Name of the Ulysses group.
         sequence_group: Name of the group of all ranks of the sequence, which compare their arguments.
+        return_lse: Whether the call also exchanges lse. Ranks compare it, because one that does not would not take part.
 
     Returns:
         (B, size · n, H' / size, D), where H' is the number of heads after repetition.
     """
-    return exchange_op(repeat_heads(x, size), size, group, sequence_group, True, x.shape[2])
+    return exchange_op(repeat_heads(x, size), size, group, sequence_group, True, x.shape[2], return_lse)
 
 
-def to_tokens(x: Tensor, size: int, group: str, sequence_group: str) -> Tensor:
+def to_tokens(x: Tensor, size: int, group: str, sequence_group: str, return_lse: bool = False) -> Tensor:
     """Undo `to_heads`: (B, size · n, h, D) of this rank's heads to (B, n, size · h, D) of this rank's tokens."""
-    return exchange_op(x, size, group, sequence_group, False, x.shape[2])
+    return exchange_op(x, size, group, sequence_group, False, x.shape[2], return_lse)
 
 
 def repeats_of_heads(heads: int, size: int) -> int:
@@ -62,7 +63,7 @@ def check_heads(heads: int, size: int, ranks: int) -> None:
         )
 
 
-def _empty_output(x: Tensor, size: int, group: str, sequence_group: str, gather: bool, num_heads: int) -> Tensor:
+def _empty_output(x: Tensor, size: int, group: str, sequence_group: str, gather: bool, *compared: Any) -> Tensor:
     batch, rows, heads, width = x.shape
     if gather:
         return x.new_empty((batch, rows * size, heads // size, width))
@@ -70,15 +71,17 @@ def _empty_output(x: Tensor, size: int, group: str, sequence_group: str, gather:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.options, ctx.gather, ctx.num_heads = inputs
+    _, *ctx.options, ctx.gather, ctx.num_heads, ctx.return_lse = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return exchange_op(grad, *ctx.options, not ctx.gather, ctx.num_heads), None, None, None, None, None
+    return exchange_op(grad, *ctx.options, not ctx.gather, ctx.num_heads, ctx.return_lse), *[None] * 6
 
 
 @operator("exchange_heads", fake=_empty_output, save=_save, differentiate=_differentiate)
-def exchange_op(x: Tensor, size: int, group: str, sequence_group: str, gather: bool, num_heads: int) -> Tensor:
+def exchange_op(
+    x: Tensor, size: int, group: str, sequence_group: str, gather: bool, num_heads: int, return_lse: bool
+) -> Tensor:
     """All-to-all of tokens and heads. Ranks compare `num_heads`, the heads before repetition, which can hide a difference."""
     progress.enter("ulysses exchange")
     _, rows, heads, _ = x.shape
@@ -90,7 +93,7 @@ def exchange_op(x: Tensor, size: int, group: str, sequence_group: str, gather: b
     check_same_on_all_ranks(
         sequence_group,
         x.device,
-        lambda: {"Ulysses input": (tuple(x.shape), str(x.dtype), gather), "heads": num_heads},
+        lambda: {"Ulysses input": (tuple(x.shape), str(x.dtype), gather), "heads": num_heads, "return_lse": return_lse},
         COMPARED_EXCHANGES,
     )
     process_group = group_by_name(group)

@@ -3,6 +3,9 @@
 import difflib
 import importlib
 import importlib.util
+import io
+import os
+import select
 import sys
 
 from ringspan import __version__
@@ -60,7 +63,24 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that a table has
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return run_command(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        if not any(events & select.POLLERR for _, events in poll.poll(0)):
+            raise  # another pipe is broken
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed it, and Python's exit flushes it
+        return 1
+
+
+def run_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -1,6 +1,7 @@
 """The package `ringspan`: lazy typed names, the command, and what a wheel contains. test_readme.py starts every program."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -158,6 +159,25 @@ def test_the_wheel_has_every_shipped_file_once(wheel: Path) -> None:
     expected = {name for name in expected if (ROOT / name).exists()}
     packed = {name for name in names if ".dist-info/" not in name}
     assert len(names) == len(set(names)) and packed == {name for name in expected if not name.endswith("conf/README.md")}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_a_command_quietly(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | dict(PYTHONUNBUFFERED=unbuffered)
+    command = [sys.executable, "-m", "ringspan", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_terminal_without_a_character_shows_its_code() -> None:
+    code = "from ringspan import __main__; __main__.usage = lambda: '1 × 2'; __main__.main([])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(PYTHONIOENCODING="ascii"), capture_output=True, text=True
+    )
+    assert done.stdout == "1 \\xd7 2\n", done.stderr
 
 
 def test_the_planner_finds_measured_speeds_in_the_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def as_process_group(group: GroupLike | None, name: str = "group") -> ProcessGro
     if isinstance(group, ProcessGroup):
         check_group_exists(group, name)
         return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: rank {dist.get_rank()} is no member of this process group; only its ranks may call")
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, DeviceMesh) or not isinstance(dim, str | None):
         raise ValueError(

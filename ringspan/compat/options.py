@@ -46,9 +46,13 @@ def score_options(
 
 
 def pad_width(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v with zeros up to the smallest head dim that Ringspan has; flash_attn takes 8 too. Sets the scale."""
-    missing = MIN_HEAD_DIM - q.shape[-1] if isinstance(q, Tensor) and q.ndim else 0
-    if missing <= 0:
+    """Return q, k and v with zeros up to the smallest head dim that Ringspan has; flash_attn takes 8 too. Sets the scale.
+
+    What no head dim makes valid is returned as it is, for an error that names it.
+    """
+    widths = [x.shape[-1] if isinstance(x, Tensor) and x.ndim else 0 for x in (q, k, v)]
+    missing = MIN_HEAD_DIM - widths[0]
+    if missing <= 0 or widths[0] != widths[1] or 0 in widths:
         return q, k, v
     options["scale"] = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
     return pad(q, (0, missing)), pad(k, (0, missing)), pad(v, (0, missing))

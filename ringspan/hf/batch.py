@@ -6,6 +6,7 @@ labels         a b c d e        shift_labels b c d e −100    shifted while the
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,7 +70,12 @@ class WholeBatch:
     """A batch of whole sequences, validated."""
 
     def __init__(self, batch: Any) -> None:
-        entries = {name: value for name, value in dict(batch).items() if value is not None}
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"batch must be a mapping with input_ids, not {type(batch).__name__}")
+        entries = {name: value for name, value in batch.items() if value is not None}
+        for name, value in entries.items():
+            if name in CONSUMED and not name.startswith("max_length") and not isinstance(value, Tensor):
+                raise ValueError(f"{name} must be a tensor, not {type(value).__name__}: a collator of tensors makes it")
         if SHARD_KEY in entries:
             raise ValueError("batch is sharded already: call ring.shard once, with the whole batch")
         tokens = [name for name in ("input_ids", "inputs_embeds") if name in entries]

@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.hf.batch import SHARD_KEY, BatchShard, WholeBatch
 from ringspan.hf.loss import sum_gradients, token_loss
 from ringspan.hf.loss_guard import install_guard, remove_guard
+from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.parallel.coordination.argument_check import COMPARED_CALLS, check_same_on_all_ranks, report_rejection
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
+from ringspan.parallel.transport.select import TRANSPORTS
 
 COMPARED_BATCHES = COMPARED_CALLS + 2  # a count of its own in the argument check, next to ring calls and Ulysses exchanges
 GRADIENTS = ("sum", "mean")
@@ -50,6 +52,9 @@ class RingContext:
                 raise ValueError(f"layout={layout} does not fit {mesh}: make it with mesh.layout(kind, length)")
         else:
             mesh.layout(layout, 0)  # raises for an unknown kind
+        for name, value, known in (("backend", backend, ("auto", *BACKENDS)), ("transport", transport, TRANSPORTS)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: choose one of {known}")
         if mesh.world_size != mesh.data * mesh.context_size:
             raise ValueError(
                 f"mesh={mesh} leaves out ranks of the job, which has {mesh.world_size}: loss and gradients are sums over "

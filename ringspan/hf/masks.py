@@ -43,6 +43,10 @@ class MaskRules(NamedTuple):
         return None if self.left == self.right == POSITION_LIMIT else (self.left, self.right)
 
 
+class NotATensor(AttributeError, ValueError):
+    """A model computes with its mask as if it were a matrix."""
+
+
 class LayerMask:
     """The mask of one forward for all layers of one type. Layers receive it as their `attention_mask`.
 
@@ -69,6 +73,18 @@ class LayerMask:
         if context is None:
             documents, key_documents = _documents(rules, attention_mask, q_length, kv_length)
             self.mask = _make_mask(rules, documents, key_documents)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for optional methods
+            raise AttributeError(name)
+        raise NotATensor(
+            f"attention_mask.{name}: the model computes with its mask as a matrix, which is never made; {USE_OTHER}"
+        )
+
+    def __add__(self, other: Any) -> Any:
+        return self.__getattr__("add")
+
+    __radd__ = __mul__ = __rmul__ = __getitem__ = __add__
 
     @torch.compiler.disable
     def read_documents(self, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -118,6 +118,10 @@ def test_an_option_that_is_missing_is_named(options: dict[str, Any], message: st
 
 def test_a_shape_that_does_not_fit_is_named() -> None:
     x, cu = torch.randn(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    for q_width, k_width in ((8, 12), (0, 0)):
+        q, k = torch.randn(1, 8, 2, q_width), torch.randn(1, 8, 2, k_width)
+        with pytest.raises(ValueError, match=f"head dim {k_width}"):
+            flash_attn.flash_attn_func(q, k, k)
     with pytest.raises(ValueError, match=r"kv=\(8, 2, 16\): dimension 2 must have size 2"):
         flash_attn.flash_attn_kvpacked_func(x[None], x)
     with pytest.raises(ValueError, match="block_table: not supported here"):

@@ -110,6 +110,10 @@ ZIGZAG, LLAMA3 = "zigzag_ring_flash_attn_varlen_func", "llama3_flash_attn_varlen
         (ZIGZAG, 1, dict(cu_seqlens=torch.tensor([0, 4, 8])), "cu_seqlens of whole documents must be the same on every rank"),
         (ZIGZAG, -1, dict(cu_seqlens=[1, 8]), "cu_seqlens=[1, 8]: boundaries must begin with 0"),
         (ZIGZAG, 1, dict(k=torch.randn(6, 2, 16)), "q, k and v have 8, 6 and 8 tokens"),
+        (ZIGZAG, 1, dict(cu_seqlens=None), "cu_seqlens=None must be an int32 tensor"),
+        (ZIGZAG, -1, dict(cu_seqlens=torch.tensor([0.0, 8.0])), "cu_seqlens has shape (2,) and is torch.float32"),
+        (ZIGZAG, -1, dict(cu_seqlens=torch.tensor([[0, 8]])), "cu_seqlens has shape (1, 2)"),
+        ("zigzag_ring_flash_attn_func", -1, dict(v=None), "v=None: it must be (B, n, heads, head dim)"),
         (LLAMA3, -1, dict(local_k_slice=slice(0, 16)), "local_k_slice=slice(0, 16, None) does not carry the boundaries"),
         (LLAMA3, -1, dict(causal=False), "local_k_slice was prepared with causal=True, and this call has causal=False"),
         (LLAMA3, -1, dict(q=torch.randn(6, 2, 16)), "q has 6 tokens, local_k_slice is of shards of 8"),
@@ -126,8 +130,14 @@ def test_prepare_refuses_what_no_rank_can_shard() -> None:
     prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
     with pytest.raises(ValueError, match="ends with 15 tokens, no multiple of world_size=2: pad"):
         prepare(torch.tensor([0, 3, 15], dtype=torch.int32), True, 0, 2)
-    with pytest.raises(ValueError, match="must begin with 0 and not decrease"):
-        prepare(torch.tensor([0, 5, 4], dtype=torch.int32), True, 0, 2)
+    for numbers in ([0, 5, 4], [0]):
+        with pytest.raises(ValueError, match="must begin with 0, not decrease"):
+            prepare(torch.tensor(numbers, dtype=torch.int32), True, 0, 2)
+    for rank, size in ((9, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank={rank}, world_size={size}: ranks are counted from 0"):
+            prepare(torch.tensor([0, 4], dtype=torch.int32), True, rank, size)
+    with pytest.raises(ValueError, match=r"cu_seqlens=\[0, 4\] must be an int32 tensor"):
+        prepare([0, 4], True, 0, 2)
 
 
 def test_install_lets_other_packages_import_the_functions() -> None:

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, ViTConfig, ViTModel
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    MptConfig,
+    PretrainedConfig,
+    ViTConfig,
+    ViTModel,
+)
 
 from ringspan.hf.attention import layer_attention
 from ringspan.hf.masks import LayerMask, MaskRules
@@ -23,6 +32,20 @@ def test_generation_equals_eager(name: str) -> None:
     expected, actual = (make_model(name, a, torch.float32).generate(**prompts, **options) for a in ("eager", "ringspan"))
     assert torch.equal(actual.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BloomConfig(vocab_size=64, hidden_size=64, n_layer=1, n_head=4), "attention_mask.add"),
+        (MptConfig(vocab_size=64, d_model=64, n_layers=1, n_heads=4), "attention_mask.to"),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_a_model_with_a_bias_of_its_own_is_refused(config: PretrainedConfig, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan")
+    with pytest.raises(ValueError, match=f"{message}: the model computes with its mask .* use attn_implementation='eager'"):
+        model(torch.ones(1, 4, dtype=torch.long))
 
 
 def test_a_static_cache_is_refused() -> None:

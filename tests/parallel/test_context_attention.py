@@ -21,10 +21,25 @@ def test_one_rank_is_plain_attention() -> None:
     assert torch.equal(context_attention(q, k, v, Mask(causal=True)), expected)
 
 
+def test_one_rank_takes_the_shard_of_a_padded_layout() -> None:
+    layout = Layout("zigzag", 9, 1, multiple=8)
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    shards = [layout.shard(x, 1, 0, fill=1) for x in (q, k, v)]
+    out, lse = context_attention(*shards, Mask(), layout=layout, return_lse=True)
+    assert (out[:, :9] - attention(q, k, v)).abs().max() < 1e-6
+    assert not out[:, 9:].any() and torch.isneginf(lse[:, :, 9:]).all()
+
+
+def test_one_rank_checks_keys_against_the_layout() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="k has 5 tokens, but a shard"):
+        context_attention(q, q[:, :5], q[:, :5], layout=Layout("zigzag", 8, 1))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(layout=Layout("zigzag", 10, 1)), "q has 9 tokens, .*length=10: make a layout of that length"),
+        (dict(layout=Layout("zigzag", 10, 1)), "q has 9 tokens, .*length=10.* make a layout of its length"),
         (dict(layout=Layout("zigzag", 9, 2)), "does not fit .* = 1: .*mesh.layout"),
         (dict(layout="zigzag"), "ringspan.Layout, not str"),
         (dict(mesh="ring"), "ringspan.Mesh, not str"),

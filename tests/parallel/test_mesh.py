@@ -105,6 +105,8 @@ def test_unclear_groups_and_device_meshes_are_rejected(pools) -> None:
             "mesh part": "device_mesh has 2 ranks, the job has 4: pass the mesh of all ranks",
             "mesh axes": "ring=None, ulysses=None: name the ring's dimension, one of ('dp', 'cp')",
             "mesh unknown": "ring='tp': the DeviceMesh has the dimensions ('dp', 'cp')",
+            "outside": "group: rank ",
+            "mesh data": "data=3: the DeviceMesh has the dimensions ('dp', 'cp')",
             "mesh twice": "data=None, ring='cp', ulysses='cp': each dimension may be used once",
             "mesh order": "device_mesh: the ranks along 'cp' are not in ascending order",
         }.items():

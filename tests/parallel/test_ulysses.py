@@ -22,6 +22,7 @@ def test_a_checkpointed_exchange_is_not_repeated(pools) -> None:
         (dict(heads=8), "Ulysses input must be the same on every rank, but ranks 0, 2, 3: ((1, 4, 4, 16)"),
         (dict(heads=3), "rank 1 rejected its arguments: ulysses="),
         (dict(kv_heads=2), "must be the same on every rank, but ranks 0, 2, 3:"),
+        (dict(return_lse=True), "return_lse must be the same on every rank, but ranks 0, 2, 3: False, rank 1: True"),
         (dict(transport="pigeon"), "rank 1 rejected its arguments: transport='pigeon'"),
         (dict(layout="zigzag"), "rank 1 rejected its arguments: layout must be"),
         (dict(softcap=1.0), "factors must be the same on every rank, but ranks 0, 2, 3: {'scale': 0.25, 'softcap': 0.0"),

@@ -41,8 +41,10 @@ def run_batch(kind: str, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ..
     size, _ = size_and_rank(ring)
     with reported_to_peers(ring, q):
         known = ring_options(*options)
-        if not isinstance(q, Tensor) or q.ndim != 4:
-            raise ValueError(f"q={tuple(q.shape) if isinstance(q, Tensor) else q!r}: it must be (B, n, heads, head dim)")
+        for letter, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+                raise ValueError(f"{letter}={shape}: it must be (B, n, heads, head dim)")
         if kind == "zigzag" and size > 1 and q.shape[1] % 2:
             raise ValueError(
                 f"q has {q.shape[1]} tokens: a zigzag shard is two chunks of one length; pad to a multiple of {2 * size}"

@@ -45,9 +45,18 @@ class Route(NamedTuple):
 
 
 def host_boundaries(cu_seqlens: Any) -> tuple[int, ...]:
-    """Return boundaries as ints. Synchronises with a GPU, once for each tensor."""
+    """Return boundaries as ints. Synchronises with a GPU, once for each tensor.
+
+    Raises:
+        ValueError: `cu_seqlens` is neither a tensor of ints of shape (documents + 1,) nor a list of ints.
+    """
     if not isinstance(cu_seqlens, Tensor):
+        if not isinstance(cu_seqlens, list | tuple) or not all(type(n) is int for n in cu_seqlens):
+            raise ValueError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor of shape (documents + 1,), or a list of ints")
         return tuple(cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        shape, dtype = tuple(cu_seqlens.shape), cu_seqlens.dtype
+        raise ValueError(f"cu_seqlens has shape {shape} and is {dtype}: it must be (documents + 1,), int32 or int64")
     if cu_seqlens.is_inference():  # it has no version, so it may have changed
         return tuple(cu_seqlens.tolist())
     version, numbers = _host_copies.get(cu_seqlens, (None, ()))

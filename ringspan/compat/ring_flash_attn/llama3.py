@@ -74,11 +74,15 @@ def llama3_flash_attn_prepare_cu_seqlens(
         slice also carries `cu_seqlens`.
 
     Raises:
-        ValueError: The number of tokens is not a multiple of `world_size`, or the boundaries are not valid.
+        ValueError: The number of tokens is not a multiple of `world_size`, or an argument is not valid.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens={cu_seqlens!r} must be an int32 tensor of shape (documents + 1,)")
     boundaries = host_boundaries(cu_seqlens)
-    if not boundaries or boundaries[0] != 0 or list(boundaries) != sorted(boundaries):
-        raise ValueError(f"cu_seqlens={boundaries}: boundaries must begin with 0 and not decrease")
+    if len(boundaries) < 2 or boundaries[0] != 0 or list(boundaries) != sorted(boundaries):
+        raise ValueError(f"cu_seqlens={boundaries}: boundaries must begin with 0, not decrease, and end with the last document")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}, world_size={world_size}: ranks are counted from 0 to world_size - 1")
     if boundaries[-1] % world_size:
         raise ValueError(
             f"cu_seqlens ends with {boundaries[-1]} tokens, no multiple of world_size={world_size}: pad the sequence with one "

@@ -37,6 +37,7 @@ def checking_ranks() -> Iterator[Pool]:
         (dict(transport="all_gather"), ["transport must be the same", "rank 1: all_gather"]),
         (dict(deterministic=True), ["deterministic must be the same", "ranks 0, 2: False", "rank 1: True"]),
         (dict(backend="reference"), ["backend must be the same", "ranks 0, 2: auto", "rank 1: reference"]),
+        (dict(requires_grad=True), ["requires_grad of q, k or v must be the same", "ranks 0, 2: False", "rank 1: True"]),
         (dict(layout=Layout("contiguous", 16, 3)), ["layout must be the same", "rank 1: Layout(kind='contiguous'"]),
         (dict(more_rows=1), ["rank 1 rejected its arguments: q has 7 tokens"]),
         (dict(mask=Mask(documents=[0] * 15)), ["rank 1 rejected its arguments", "natural order"]),

@@ -180,7 +180,8 @@ def call_ring(length: int = 16, heads: int = 2, changed_rank: int | None = None,
     options = dict(changes) if changed_rank is None or rank == changed_rank else {}
     rows = layout.local_length + options.pop("more_rows", 0)
     dtype, kv_heads = options.pop("dtype", torch.float32), options.pop("kv_heads", heads)
-    q, k, v = (torch.randn(1, rows, n, 16, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    grad = options.pop("requires_grad", False)
+    q, k, v = (torch.randn(1, rows, n, 16, dtype=dtype, requires_grad=grad) for n in (heads, kv_heads, kv_heads))
     ring_attention(q, k, v, **{"mask": Mask(**CAUSAL), "layout": layout} | options)
 
 

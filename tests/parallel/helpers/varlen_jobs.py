@@ -372,6 +372,8 @@ def group_errors() -> dict[str, str]:
         "mesh part": mesh(half),
         "mesh axes": mesh(grid),
         "mesh unknown": mesh(grid, ring="tp"),
+        "outside": ring(dist.GroupMember.NON_GROUP_MEMBER),
+        "mesh data": mesh(grid, ring="cp", data=3),
         "mesh twice": mesh(grid, ring="cp", ulysses="cp"),
         "mesh order": mesh(turned),
     }

@@ -1,5 +1,9 @@
 """Layout: every kind, length and number of ranks."""
 
+import copy
+import dataclasses
+import pickle
+
 import pytest
 import torch
 
@@ -122,6 +126,11 @@ def test_zigzag_balances_causal_work() -> None:
         (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(9), 0, 0), r"x has shape \(9,\): dim 0 must be 8"),
         (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(8), 1, 0), "dim=1: x has 1 dimensions"),
         (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(8), 0, 2), "rank=2: .*0 to 1"),
+        (lambda: Layout("zigzag", 8, 2).positions(0.5), "rank=0.5: .*0 to 1"),
+        (lambda: Layout("zigzag", 1, 2).shard([1], 0, 0), "x must be a tensor, not list"),
+        (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(8, dtype=torch.int64), 0, 0, 0.5), "fill=0.5: torch.int64 has no"),
+        (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(8, dtype=torch.uint8), 0, 0, -100), "fill=-100: torch.uint8 has no"),
+        (lambda: Layout("zigzag", 8, 2).shard(torch.zeros(8, dtype=torch.bool), 0, 0, 2), "fill=2: torch.bool has no"),
         (lambda: Layout("zigzag", 8, 2).unshard([torch.zeros(4)], 0), "1 tensors, the layout has ranks=2"),
         (
             lambda: Layout("zigzag", 8, 2).unshard([torch.zeros(4), torch.zeros(3)], 0),
@@ -140,3 +149,10 @@ def test_documents_of_the_keys_have_no_place_in_a_layout() -> None:
     mask = Mask(causal=True, documents=[0] * 8, key_documents=[0] * 8)
     with pytest.raises(ValueError, match=r"^mask.key_documents describe 8 keys: .* call attention on one GPU"):
         Layout("zigzag", length=8, ranks=2).work(mask)
+
+
+@pytest.mark.parametrize("layout", [Layout("zigzag", 8, 2), Layout("zigzag", 8, 4, 2)])
+def test_a_layout_is_a_dataclass_like_others(layout: Layout) -> None:
+    assert dataclasses.asdict(layout)["length"] == 8
+    assert dataclasses.replace(layout, length=16).ring.length == 16
+    assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
