@@ -155,7 +155,7 @@ def _find_replay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Attention
         return None
     if (sinks is not None and sinks.ndim != 1) or not may_bypass_dispatcher((q, k, v, sinks)):
         return None
-    scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
+    scale = (q.shape[3] or 1) ** -0.5 if options.scale is None else options.scale  # a head dim of 0 is rejected later
     carry = None if sinks is None else sink_carry(sinks, q)
     factors = scale, options.softcap, options.dropout, options.deterministic, options.backend
     replay = find_forward(q, k, v, mask, carry, *factors)

@@ -14,13 +14,14 @@ fp32 and a chunk of fp32 logits (two with softcap; on CUDA one in 16 bits too). 
 """
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringspan.kernels.runtime.custom_op import operator
-from ringspan.kernels.validate import check_tangents
+from ringspan.kernels.validate import check_number, check_tangents, check_tensor
 
 # Logits per chunk. 2^27 are 512 MiB in fp32, or 1024 tokens at V = 128k: one addition to the fp32 dweight per chunk is then
 # cheap compared with the matmuls. CPU caches favour smaller chunks. Matmuls of fewer than 128 tokens are inefficient at any V.
@@ -66,11 +67,13 @@ def linear_cross_entropy(
         >>> loss_sum, num_valid = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4)
         >>> (loss_sum / num_valid.clamp(min=1)).backward()
     """
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        check_tensor(name, x)
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not know meta and raises
         low = torch.get_autocast_dtype(device)
         hidden, weight = (x.to(low) if x.dtype in DTYPES[1:] else x for x in (hidden, weight))  # autocast keeps fp64
-    _check(hidden, weight, labels, label_smoothing, z_loss, softcap)
+    _check(hidden, weight, labels, ignore_index, label_smoothing, z_loss, softcap)
     shape = labels.shape
     hidden, labels = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1).long()
     grad = torch.is_grad_enabled()  # read here, because grad mode is always off inside the op
@@ -80,7 +83,15 @@ def linear_cross_entropy(
     return (loss_sum, num_valid, losses.view(shape), hits.view(shape)) if return_each else (loss_sum, num_valid)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, softcap: float) -> None:
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> None:
     if hidden.dtype not in DTYPES or hidden.ndim < 1:
         raise ValueError(f"hidden: {hidden.ndim}-D {hidden.dtype}; it must be (…, D), float64, float32, bfloat16 or float16")
     check_tangents(hidden=hidden, weight=weight)
@@ -95,6 +106,10 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: floa
     for name, x in (("weight", weight), ("labels", labels)):
         if x.device != hidden.device:
             raise ValueError(f"{name}: on {x.device}, but hidden is on {hidden.device}; move one with .to(device)")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (Integral, torch.SymInt)):
+        raise ValueError(f"ignore_index: {ignore_index!r}; it must be an int, for instance -100")
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
+        check_number(name, value)
     if not 0.0 <= label_smoothing <= 1.0:  # NaN fails too, here and below
         raise ValueError(f"label_smoothing: {label_smoothing}; it must be in [0, 1]")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
@@ -118,9 +133,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # no zeros of weight's size for outputs without a gradient
 
 
-def _scaled_gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _scaled_gradients(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise ValueError("linear_cross_entropy has no second derivative: leave out create_graph=True")
+    if dloss is None:  # undefined, as gradcheck passes it
+        return (None,) * 9
     # A (1, 1) dloss stays fp32 in the multiplication. A scalar would first be rounded to the gradient's 16 bits, and
     # 1 / num_valid = 1e-6 is 1.3 % off in fp16. out= rounds the result in the same kernel, without an fp32 copy.
     pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)

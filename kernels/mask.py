@@ -29,8 +29,10 @@ from ringspan.kernels.document_tables import (
     tables_from_ids,
 )
 from ringspan.kernels.segments import POSITION_LIMIT, Segment, one_segment, position_range
+from ringspan.kernels.tensors import can_read
 
 NO_LIMIT = 2**31 - 1  # hi where only the number of keys bounds it
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # torch cannot compare other unsigned integers
 
 
 class Bounds(NamedTuple):
@@ -308,8 +310,11 @@ def _documents(documents: Tensor | Sequence[int], name: str = "documents") -> Te
         ids = documents if isinstance(documents, Tensor) else torch.as_tensor(documents)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be integer ids of shape (S,) or (B, S): {error}") from None
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} must hold integer ids, not {ids.dtype}: use {name}.long()")
+    if ids is not documents and not ids.numel():
+        ids = ids.long()  # torch makes floats of an empty list
+    if ids.dtype not in INTEGERS:
+        remedy = f"use {name}.long()" if ids is documents else "pass ints"
+        raise ValueError(f"{name} must hold integer ids, not {ids.dtype}: {remedy}")
     if ids.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (S,) or (B, S), not {tuple(ids.shape)}")
     return ids
@@ -333,7 +338,7 @@ def _check_pair(documents: Tensor, key_documents: Tensor) -> None:
             "and ids ascend; number the documents in order"
         )
         ordered = ids_are_ordered(ids)
-        if torch.compiler.is_compiling() or ids.device.type != "cpu":
+        if not can_read(ids):
             torch._assert_async(ordered, message)  # no host sync
         elif not ordered:
             raise ValueError(message)
@@ -341,18 +346,20 @@ def _check_pair(documents: Tensor, key_documents: Tensor) -> None:
 
 def _prefix(prefix: int | Tensor) -> Tensor:
     if isinstance(prefix, Tensor):
-        if prefix.is_floating_point() or prefix.is_complex() or prefix.dtype == torch.bool or prefix.ndim > 1:
-            raise ValueError(f"prefix must be an int or integers of shape (B,), not {prefix.dtype} {tuple(prefix.shape)}")
-        if prefix.device.type == "cpu" and not torch.compiler.is_compiling() and bool((prefix < 0).any()):
+        if prefix.dtype not in INTEGERS or prefix.ndim > 1:
+            raise ValueError(
+                f"prefix must be an int or integers of shape (B,), not {prefix.dtype} {tuple(prefix.shape)}: use prefix.long()"
+            )
+        if can_read(prefix) and bool((prefix < 0).any()):
             raise ValueError(f"prefix={prefix.tolist()} must be >= 0: 0 is no prefix")
-        return prefix.reshape(-1).clamp(max=POSITION_LIMIT).to(torch.int32, copy=True)
+        return prefix.reshape(-1).long().clamp(max=POSITION_LIMIT).to(torch.int32)
     if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
         raise ValueError(f"prefix={prefix!r} must be an int >= 0 or a tensor of shape (B,)")
     return torch.tensor([min(prefix, POSITION_LIMIT)], dtype=torch.int32)
 
 
 def _may_be_negative(ids: Tensor) -> bool:
-    return torch.compiler.is_compiling() or ids.device.type != "cpu" or bool((ids < 0).any())
+    return not can_read(ids) or bool((ids < 0).any())
 
 
 def _document_of(p: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

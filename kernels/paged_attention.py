@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.attention import attention
+from ringspan.kernels.backends.choose import device_obstacle
 from ringspan.kernels.mask import NO_LIMIT, Mask
-from ringspan.kernels.tensors import num_sms
-from ringspan.kernels.validate import check_options
+from ringspan.kernels.tensors import can_read, num_sms
+from ringspan.kernels.validate import check_options, check_sinks, check_tensor
 
 BLOCKS_PER_SM = 4  # thread blocks per SM, so that some compute while others wait for loads
 
@@ -75,7 +76,7 @@ def paged_attention(
     _check(inputs, window, sinks, backend)
     check_options(q[:, None], scale, softcap, 0.0, None, False)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "gather" or (backend == "auto" and q.device.type == "cpu"):
+    if backend == "gather" or (backend == "auto" and q.device.type == "cpu") or not q.numel():
         return _gather(inputs, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
     from ringspan.kernels.backends.triton.paged_decode import launch  # a local import, because it needs Triton
 
@@ -94,11 +95,12 @@ def num_splits(num_blocks: int, pages: int, multiprocessors: int) -> int:
 def _combine(parts: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Merge softmaxes over parts of the keys: parts (B, splits, Hq, Dv), lse (B, splits, Hq). A sink is a part of value 0."""
     if sinks is not None:
-        lse = torch.cat((lse, sinks.to(lse.dtype).expand(len(lse), 1, -1)), 1)
+        lse = torch.cat((lse, sinks.detach().to(lse.dtype).expand(len(lse), 1, -1)), 1)
     weights = lse.softmax(1)[:, : parts.shape[1], :, None]
     return (weights * parts).sum(1)
 
 
+@torch.no_grad()
 def _gather(inputs: PagedInputs, mask: Mask, **options: Any) -> Tensor:
     """Copy the pages of each sequence into contiguous memory and call `attention` per sequence."""
     q, keys, values, table, lengths = inputs
@@ -111,12 +113,17 @@ def _gather(inputs: PagedInputs, mask: Mask, **options: Any) -> Tensor:
 
 
 def _check(inputs: PagedInputs, window: int | None, sinks: Tensor | None, backend: str) -> None:
+    for name, x in inputs._asdict().items():
+        check_tensor(name, x)
     q, keys, values, table, lengths = inputs
     if q.ndim != 3 or keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3] or q.shape[2] != keys.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}: give q (B, Hq, D), keys "
             "(pages, page, Hkv, D) and values (pages, page, Hkv, Dv)"
         )
+    for name, x in (("keys", keys), ("values", values), ("table", table)):
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name} {tuple(x.shape)}: only the first dimension may be 0")
     if q.shape[1] % keys.shape[2]:
         raise ValueError(f"q has {q.shape[1]} heads, keys have {keys.shape[2]}: q's heads must be a multiple of theirs")
     if table.ndim != 2 or len(table) != len(q) or lengths.shape != q.shape[:1] or {table.dtype, lengths.dtype} != {torch.int32}:
@@ -126,14 +133,29 @@ def _check(inputs: PagedInputs, window: int | None, sinks: Tensor | None, backen
         )
     if len({x.dtype for x in (q, keys, values)}) > 1 or len({x.device for x in inputs}) > 1:
         raise ValueError("q, keys and values must have one dtype, and be on one device with table and lengths: move them")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1, or None: it includes the query itself")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks {tuple(sinks.shape)} must be ({q.shape[1]},): one per query head")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window={window} must be an int of at least 1, or None: it includes the query itself")
+    if sinks is not None:
+        check_sinks(q[:, None], sinks)
     if backend not in ("auto", "gather", "triton"):
         raise ValueError(f"backend={backend!r}: choose auto, gather or triton")
     page, uses_kernel = keys.shape[1], backend == "triton" or (backend == "auto" and q.device.type != "cpu")
+    if uses_kernel and (obstacle := device_obstacle(q.device)):
+        raise ValueError(f"backend={backend!r} {obstacle}: use backend='gather'")
     if uses_kernel and (q.dtype == torch.float64 or page < 16 or page & (page - 1)):
         raise ValueError(
             f"pages of {page} tokens in {q.dtype}: the kernel takes powers of two from 16 on, and no fp64; use backend='gather'"
         )
+    if can_read(table) and can_read(lengths):
+        _check_contents(table, lengths, len(keys), page)
+
+
+def _check_contents(table: Tensor, lengths: Tensor, num_pages: int, page: int) -> None:
+    """Validate numbers that the host can read. Those on a GPU are not read, because that needs a host sync."""
+    limit = table.shape[1] * page
+    for index, (length, pages) in enumerate(zip(lengths.tolist(), table.tolist(), strict=True)):
+        if not 1 <= length <= limit:
+            raise ValueError(f"lengths[{index}]={length} must be 1 to {limit}: the table has {table.shape[1]} pages of {page}")
+        for number in pages[: -(-length // page)]:
+            if not 0 <= number < num_pages:
+                raise ValueError(f"table[{index}] has page {number}: pages must be >= 0 and < {num_pages}, their number")

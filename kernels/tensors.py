@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 INF = float("inf")
 
@@ -11,6 +12,11 @@ INF = float("inf")
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the carry, the statistics and the gradient sums: fp64 for fp64 inputs, fp32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def can_read(x: Tensor) -> bool:
+    """Return whether the host can read a tensor's contents: it is on the CPU, and neither fake nor traced by a compiler."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
 
 
 @functools.cache

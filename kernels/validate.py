@@ -5,6 +5,7 @@ Checks read shapes, strides, dtypes, devices and Python numbers only, so none sy
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,13 +18,31 @@ from ringspan.kernels.mask import Mask
 from ringspan.kernels.tensors import accumulation_dtype, even_rows
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NUMBERS = (Real, torch.SymFloat, torch.SymInt)
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Validate that an argument is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor: pass packed rows, {name}.values(), to attention_varlen with {name}.offsets().int()"
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} has layout {x.layout}: pass a dense tensor, {name}.to_dense()")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Validate that an option is a Python number."""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        raise ValueError(f"{name}={value!r} must be a Python number: reading a tensor would need a host sync")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Validate types, shapes, dtypes and devices of q (B, S, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+        check_tensor(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} has {x.ndim} dimensions {tuple(x.shape)}; it must be (batch, length, heads, head dim)")
     if q.dtype not in DTYPES:
@@ -104,10 +123,8 @@ def check_options(
     """Validate the options of a call. With `may_draw`, dropout needs no seed because the caller draws one."""
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic={deterministic!r} must be True or False")
-    numbers = {"scale": 1.0 if scale is None else scale, "softcap": softcap, "dropout": dropout}
-    for name, value in numbers.items():
-        if isinstance(value, bool | str | Tensor) or value is None:
-            raise ValueError(f"{name}={value!r} must be a Python number: reading a tensor would need a host sync")
+    for name, value in (("scale", 1.0 if scale is None else scale), ("softcap", softcap), ("dropout", dropout)):
+        check_number(name, value)
     if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale} must be a finite number, or None for head_dim ** -0.5")
     if not 0 <= softcap < math.inf:

@@ -21,6 +21,8 @@ from ringspan.kernels.attention import attention
 from ringspan.kernels.document_tables import joint_tables_from_boundaries, tables_from_boundaries
 from ringspan.kernels.mask import Mask
 from ringspan.kernels.segments import POSITION_LIMIT
+from ringspan.kernels.tensors import can_read
+from ringspan.kernels.validate import check_tensor
 
 
 @overload
@@ -158,8 +160,7 @@ def attention_varlen(
 def check_packed(**inputs: Any) -> None:
     """Validate that packed tensors have three dimensions."""
     for name, x in inputs.items():
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+        check_tensor(name, x)
         if x.ndim != 3:
             raise ValueError(f"{name} has {x.ndim} dimensions {tuple(x.shape)}; packed, it must be (tokens, heads, head dim)")
 
@@ -234,7 +235,7 @@ def _host_numbers(boundaries: Boundaries) -> tuple[int, ...] | None:
     name, values, num_tokens = boundaries
     if not isinstance(values, Tensor):
         return _validated_numbers(name, tuple(values), num_tokens)
-    if values.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(values, FakeTensor):
+    if not can_read(values):
         return None
     return _validated_numbers(name, tuple(values.tolist()), num_tokens)
 

@@ -59,11 +59,19 @@ def choose_backend(
     return _log("chunked", f"triton {reason}" if reason else "on a CPU Triton is an interpreter, for tests only")
 
 
+def device_obstacle(device: torch.device) -> str | None:
+    """Return why Triton does not run on a device, for an error message; None if it does."""
+    if triton_runs_on(device):
+        return None
+    remedy = "RINGSPAN_CHIP=sm_90 names a GPU" if device.type == "meta" else "TRITON_INTERPRET=1 interprets it on a CPU"
+    return f"does not run on {device} ({remedy})"
+
+
 def _triton_obstacle(q: Tensor, v: Tensor) -> str | None:
     if q.dtype == torch.float64:
         return "has no fp64"
-    if q.device.type != "meta" and not triton_runs_on(q.device):
-        return f"does not run on {q.device} (TRITON_INTERPRET=1 interprets it on a CPU)"
+    if obstacle := device_obstacle(q.device):
+        return obstacle
     if (available := shared_memory(q.device)) < MIN_SHARED_MEMORY:
         return f"needs {MIN_SHARED_MEMORY >> 10} KB of shared memory, this GPU has {available >> 10} KB"
     widest = max(q.shape[-1], v.shape[-1])

@@ -25,6 +25,12 @@ from ringspan.kernels.runtime.work_counters import current_call
 # by operator: f(*args, run=g), for a caller that asked may_bypass_dispatcher(args) and has a faster g for these arguments
 without_dispatcher: dict[str, Callable[..., Any]] = {}
 
+_DTENSOR = (
+    "{0} is a DTensor, which this operator does not take: pass {0}.full_tensor(), or {0}.to_local() if it is replicated or "
+    "sharded by batch or heads; ring_attention takes DTensors that are sharded on the sequence"
+)
+_TORCH_FUNC = "{0} has no derivative in torch.func (grad, vjp, jacrev): differentiate with backward() or torch.autograd.grad"
+
 
 def operator(
     name: str,
@@ -62,7 +68,15 @@ def operator(
         direct = without_dispatcher[name] = _called_eagerly(_with_gradients(name, run, save, differentiate))
 
         def call(*args: Any) -> Any:
-            return direct(*args) if may_bypass_dispatcher(args) else dispatched(*args)
+            if may_bypass_dispatcher(args):
+                return direct(*args)
+            try:
+                return dispatched(*args)
+            except RuntimeError as error:  # asked afterwards, because DTensors work if the caller registers a strategy
+                for parameter, x in zip(parameters, args, strict=True):
+                    if hasattr(x, "full_tensor"):
+                        raise ValueError(_DTENSOR.format(parameter.name)) from error
+                raise
 
         return call
 
@@ -109,6 +123,7 @@ def _with_gradients(
     name: str, run: Callable[..., Any], save: Callable[..., None] | None, differentiate: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """Return a function that calls `run`, recorded for autograd if an argument requires a gradient."""
+    short_name = name.removesuffix("_forward").removesuffix("_backward")
 
     def forward(ctx: Any, *args_and_run: Any) -> Any:
         args, run = args_and_run[:-1], args_and_run[-1]  # at the end, so that ctx.needs_input_grad begins with the arguments
@@ -119,7 +134,7 @@ def _with_gradients(
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         if differentiate is None:
-            raise RuntimeError(f"{name} has no derivative of its own: leave out create_graph=True")
+            raise ValueError(f"{short_name} has no second derivative: leave out create_graph=True")
         return *differentiate(ctx, *gradients), None
 
     function: Any = type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
@@ -129,7 +144,12 @@ def _with_gradients(
         if torch.is_grad_enabled():
             for x in args:
                 if isinstance(x, torch.Tensor) and x.requires_grad:
-                    return recorded(*args, run)
+                    try:
+                        return recorded(*args, run)
+                    except RuntimeError as error:
+                        if torch._C._are_functorch_transforms_active():
+                            raise ValueError(_TORCH_FUNC.format(short_name)) from error
+                        raise
         return run(*args)
 
     return choose

@@ -68,7 +68,9 @@ def _chip(index: int) -> str:
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Return whether the portable kernels run on this device: a GPU, or a CPU with Triton's interpreter."""
+    """Return whether the portable kernels run on this device: a GPU, a CPU with the interpreter, or meta if a chip is known."""
+    if device.type == "meta":
+        return bool(INTERPRETED or os.environ.get("RINGSPAN_CHIP") or torch.cuda.is_available())
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
@@ -86,7 +88,7 @@ def _shared_memory(index: int) -> int:
 
 def hopper_runs_on(device: torch.device) -> bool:
     """Return whether the Hopper kernels run on this device."""
-    return device.type != "cpu" and chip(device) == "sm_90"
+    return device.type != "cpu" and triton_runs_on(device) and chip(device) == "sm_90"
 
 
 def hash_callees(function: JITCallable) -> None:

@@ -27,6 +27,8 @@ def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int, position_ids: Ten
     Raises:
         ValueError: The offsets do not describe `length` tokens, or positions are missing or do not restart.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seq_lens_q must be an int32 tensor, not {type(cu_seqlens).__name__}")
     offsets = cu_seqlens.tolist()
     if cu_seqlens.ndim != 1 or offsets[:1] != [0] or offsets[-1] != length or sorted(offsets) != offsets:
         raise ValueError(f"cu_seq_lens_q={offsets} does not describe {length} tokens: it must ascend from 0 to {length}")

@@ -69,6 +69,8 @@ def test_offsets_of_packed_sequences() -> None:
         ValueError, match=r"MistralAttention 0 of model 'mistral': position_ids at the starts of documents are \[\[0, 1, 21"
     ):
         model(one["input_ids"], **packing)
+    with pytest.raises(ValueError, match="cu_seq_lens_q must be an int32 tensor, not list"):
+        model(**one, cu_seq_lens_q=offsets.tolist())
     with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* does not describe 37 tokens"):
         model(**one, cu_seq_lens_q=offsets[:-1])
     with pytest.raises(ValueError, match=r"cu_seq_lens_k of .* differ from cu_seq_lens_q"):

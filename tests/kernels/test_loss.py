@@ -237,6 +237,17 @@ def test_selective_checkpointing_sees_one_op():
     assert (OP, False) in calls and counter.matmuls == 3  # saved, so not recomputed
 
 
+def test_gradcheck_with_undefined_gradients():
+    hidden, weight, labels = inputs((5,))
+    assert torch.autograd.gradcheck(lambda hidden, weight: linear_cross_entropy(hidden, weight, labels)[0], (hidden, weight))
+
+
+def test_torch_func_is_rejected():
+    hidden, weight, labels = inputs((5,))
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy has no derivative in torch.func.*torch.autograd.grad"):
+        torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, labels)[0])(hidden)
+
+
 def test_no_second_derivative():
     hidden, weight, labels = inputs()
     loss, _ = linear_cross_entropy(hidden, weight, labels)
@@ -281,10 +292,18 @@ NAN = float("nan")
         ("softcap", "≥ 0", dict(softcap=-1.0)),
         ("softcap", "≥ 0", dict(softcap=NAN)),
         ("softcap", "finite", dict(softcap=float("inf"))),
+        ("softcap", "Python number", dict(softcap=None)),
+        ("label_smoothing", "Python number", dict(label_smoothing=None)),
+        ("label_smoothing", "Python number", dict(label_smoothing=torch.tensor(0.1))),
+        ("ignore_index", "must be an int", dict(ignore_index=None)),
+        ("hidden", "must be a tensor, not list", dict(hidden=[[0.0]])),
+        ("weight", "must be a tensor, not list", dict(weight=[[0.0]])),
+        ("labels", "must be a tensor, not list", dict(labels=[0])),
+        ("hidden", r"hidden.to_dense\(\)", dict(hidden=H.to_sparse())),
     ],
 )
 def test_errors_name_the_argument_and_a_remedy(argument, remedy, change):
-    with pytest.raises(ValueError, match=f"^{argument}: .*{remedy}"):
+    with pytest.raises(ValueError, match=rf"^{argument}\b.*{remedy}"):
         linear_cross_entropy(**{**dict(hidden=H, weight=W, labels=LABELS), **change})
 
 

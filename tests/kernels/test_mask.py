@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from ringspan import Mask, attention
 from ringspan.kernels.segments import positions
@@ -57,7 +58,25 @@ def test_covers_block_if_all_pairs_are_visible(q_at: list, k_at: list) -> None:
 def test_from_lengths() -> None:
     mask = Mask.from_lengths([2, 0, 3], causal=True)
     assert mask.documents.tolist() == [0, 0, 2, 2, 2] and mask.causal
-    assert Mask.from_lengths([]).length == 0
+    assert Mask.from_lengths([]).length == Mask(documents=[]).length == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integer_dtypes(dtype: torch.dtype) -> None:
+    number = torch.tensor([2], dtype=dtype)
+    mask = Mask(causal=True, prefix=number, documents=torch.tensor([0, 0, 0, 1, 1], dtype=dtype))
+    number.zero_()  # the mask holds a copy
+    assert mask.prefix.tolist() == [2] and mask.prefix.dtype == torch.int32
+    assert mask.interval(torch.arange(5))[1].tolist() == [1, 1, 2, 3, 4]
+
+
+def test_fake_tensors() -> None:
+    """Contents cannot be read, as on a GPU."""
+    with FakeTensorMode():
+        ids, q = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6, 4, 16)
+        prefix = torch.ones(2, dtype=torch.int64)
+        for mask in (Mask(True, documents=ids, prefix=prefix), Mask(True, documents=ids, key_documents=ids)):
+            assert mask.has_padding and attention(q, q, q, mask).shape == q.shape
 
 
 def test_host_mask_hides_no_visible_key() -> None:
@@ -91,10 +110,13 @@ def test_host_mask_hides_no_visible_key() -> None:
             dict(documents=torch.zeros(1, 2, 3, dtype=torch.int64)),
             r"documents must have shape .*, not \(1, 2, 3\)",
         ),
+        (dict(documents=torch.tensor([0, 1], dtype=torch.uint16)), "documents must hold integer ids, .* documents.long"),
+        (dict(documents=torch.tensor([0, 1], dtype=torch.uint64)), "documents must hold integer ids, .* documents.long"),
+        (dict(prefix=torch.tensor([1], dtype=torch.uint32), causal=True), "prefix must be an int or .*use prefix.long"),
         (dict(documents=["a"]), r"documents must be integer ids of shape \(S,\) or \(B, S\)"),
         (dict(key_documents=[0]), "documents=None with key_documents: pass the ids of the queries"),
         (dict(documents=[0], key_documents=[0], prefix=1, causal=True), "prefix=1 with key_documents: a prefix needs the same"),
-        (dict(documents=[0], key_documents=[0.5]), "key_documents must hold integer ids, not torch.float32"),
+        (dict(documents=[0], key_documents=[0.5]), "key_documents must hold integer ids, not torch.float32: pass ints"),
         (dict(documents=[1, 0], key_documents=[0]), "documents decrease, or have padding within .* ids ascend"),
         (dict(documents=[0], key_documents=[0, -1, 0]), "key_documents decrease, or have padding within a document"),
         (

@@ -8,8 +8,13 @@ from torch import Tensor
 
 from ringspan import Mask, attention, paged_attention
 from ringspan.kernels import paged_attention as module
+from ringspan.kernels.runtime import triton_compat
 
 PAGE = 16
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def random_pages(
@@ -91,8 +96,21 @@ def test_splits_fill_a_gpu_and_hold_at_least_one_page() -> None:
         (dict(table=torch.zeros(2, 3)), "give int32"),
         (dict(lengths=torch.zeros(3, dtype=torch.int32)), "give int32"),
         (dict(q=torch.zeros(2, 4, 16, dtype=torch.float64)), "must have one dtype"),
-        (dict(window=0), "window=0 must be at least 1"),
-        (dict(sinks=torch.zeros(3)), "must be .4,."),
+        (dict(window=0), "window=0 must be an int of at least 1"),
+        (dict(window=(3, 0)), r"window=\(3, 0\) must be an int"),
+        (dict(sinks=torch.zeros(3)), "shape .4,."),
+        (dict(sinks=[0.0] * 4), "sinks must be a tensor of shape .4,., not list"),
+        (dict(q=[[0.0]]), "q must be a tensor, not list"),
+        (dict(table=[[0, 1, 2]] * 2), "table must be a tensor, not list"),
+        (dict(table=int32(1, 2).view(2, 1)[:, :0]), r"table \(2, 0\): only the first dimension may be 0"),
+        (dict(keys=torch.zeros(3, 0, 2, 16), values=torch.zeros(3, 0, 2, 16)), r"keys \(3, 0, 2, 16\): only the first"),
+        (dict(keys=torch.zeros(3, 16, 0, 16), values=torch.zeros(3, 16, 0, 16)), r"keys \(3, 16, 0, 16\): only the first"),
+        (dict(values=torch.zeros(3, 16, 2, 0)), r"values \(3, 16, 2, 0\): only the first"),
+        (dict(lengths=int32(1, 49)), r"lengths\[1\]=49 must be 1 to 48"),
+        (dict(lengths=int32(0, 1)), r"lengths\[0\]=0 must be 1 to 48"),
+        (dict(lengths=int32(1, -3)), r"lengths\[1\]=-3 must be 1 to 48"),
+        (dict(table=int32(0, 0, 0, -1, 0, 0).view(2, 3)), r"table\[1\] has page -1: pages must be >= 0 and < 3"),
+        (dict(table=int32(0, 3, 0, 0, 0, 0).view(2, 3), lengths=int32(17, 1)), r"table\[0\] has page 3: pages must be"),
         (dict(softcap=-1.0), "softcap=-1"),
         (dict(scale=math.inf), "scale=inf"),
         (dict(backend="hopper"), "choose auto, gather or triton"),
@@ -106,6 +124,30 @@ def test_invalid_arguments_are_rejected(changes: dict, message: str) -> None:
     arguments |= dict(table=torch.zeros(2, 3, dtype=torch.int32), lengths=torch.ones(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments | changes))
+
+
+def test_the_kernel_on_a_cpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_compat, "INTERPRETED", False)
+    inputs = random_pages(4, 2, 16, 16, [20], "cpu")
+    with pytest.raises(ValueError, match=r"^backend='triton' does not run on cpu .*: use backend='gather'"):
+        paged_attention(*inputs, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["triton", "gather"])
+def test_there_is_no_gradient(backend: str, device: str) -> None:
+    q, *others = random_pages(4, 2, 16, 16, [20, 3], device)
+    sinks = torch.randn(4, device=device, requires_grad=True)
+    assert not paged_attention(q.requires_grad_(), *others, sinks=sinks, backend=backend).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["triton", "gather"])
+def test_an_empty_batch_and_unused_entries(backend: str, device: str) -> None:
+    q, keys, values, table, lengths = random_pages(4, 2, 16, 16, [20, 3], device)
+    empty = paged_attention(q[:0], keys, values, table[:0], lengths[:0], backend=backend)
+    assert empty.shape == (0, 4, 16)
+    out = paged_attention(q, keys, values, table, lengths, backend=backend)
+    table[1, 1:] = -1 if backend == "gather" else 0
+    assert torch.equal(paged_attention(q, keys, values, table, lengths, backend=backend), out)
 
 
 @pytest.mark.gpu

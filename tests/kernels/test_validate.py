@@ -12,6 +12,10 @@ from ringspan.kernels.segments import one_segment
 from tests.kernels.helpers.cases import LENGTH, random_inputs
 
 INT64, INT32 = torch.int64, torch.int32
+NESTED, JAGGED = (
+    torch.nested.nested_tensor([torch.zeros(24, 2, 16), torch.zeros(9, 2, 16)], layout=layout)
+    for layout in (torch.strided, torch.jagged)
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,10 @@ INT64, INT32 = torch.int64, torch.int32
         (dict(k=torch.zeros(2, 24, 2, 24)), "k has head dim 24, q has 16"),
         (dict(q=torch.zeros(2, 24, 3, 16)), "q has 3 heads, k and v have 2"),
         (dict(q=torch.zeros(2, 24, 4, 20), k=torch.zeros(2, 24, 2, 20)), "q and k have head dim 20: 16 to 256 in steps of 8"),
+        (dict(q=torch.zeros(2, 24, 4, 0), k=torch.zeros(2, 24, 2, 0)), "q and k have head dim 0: 16 to 256 in steps of 8"),
+        (dict(k=torch.zeros(2, 24, 2, 16).to_sparse()), "k has layout torch.sparse_coo: pass a dense tensor, k.to_dense()"),
+        (dict(q=NESTED), "q is a nested tensor: pass packed rows, q.values(), to attention_varlen"),
+        (dict(v=JAGGED), "v is a nested tensor: pass packed rows, v.values(), to attention_varlen"),
         (dict(v=torch.zeros(2, 24, 2, 264)), "v have head dim 264: 16 to 256 in steps of 8"),
         (dict(mask=torch.ones(24, 24)), "mask must be a ringspan.Mask or None, not Tensor"),
         (dict(mask=Mask(documents=torch.zeros(23, dtype=INT64))), "documents describe 23 positions, q has 24 and k has 24"),
@@ -37,6 +45,10 @@ INT64, INT32 = torch.int64, torch.int32
         ),
         (dict(mask=Mask(documents=torch.zeros(3, 24, dtype=INT64), key_documents=[0] * 24)), "documents of batch size 3"),
         (dict(mask=Mask(causal=True, prefix=torch.tensor([1, 2, 3]))), "prefix of batch size 3, but q has 2"),
+        (dict(scale=[1.0]), "scale=[1.0] must be a Python number"),
+        (dict(scale=1j), "scale=1j must be a Python number"),
+        (dict(softcap=[1.0]), "softcap=[1.0] must be a Python number"),
+        (dict(dropout=(0.1,)), "dropout=(0.1,) must be a Python number"),
         (dict(scale=float("nan")), "scale=nan must be a finite number"),
         (dict(scale=float("inf")), "scale=inf must be a finite number"),
         (dict(softcap=-1.0), "softcap=-1.0 must be >= 0"),

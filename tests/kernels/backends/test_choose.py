@@ -25,6 +25,22 @@ def test_auto_chooses_by_device_and_inputs(device: str) -> None:
         choose_backend("hopper", *low, dropout=0.1)
 
 
+def test_meta_tensors_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give shapes; the kernels' backends, by name, need a chip to compile for."""
+    monkeypatch.setattr(triton_compat, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("RINGSPAN_CHIP", raising=False)
+    q, k = (torch.empty(2, 24, heads, 16, device="meta", requires_grad=True) for heads in (4, 2))
+    for backend in ("auto", "chunked", "reference"):
+        out, lse = attention(q, k, k, backend=backend, return_lse=True)
+        assert out.is_meta and out.shape == q.shape and lse.shape == (2, 4, 24)
+        assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
+    with pytest.raises(ValueError, match=r"^backend='triton' does not run on meta .RINGSPAN_CHIP=.*: use backend='chunked'"):
+        attention(q, k, k, backend="triton")
+    with pytest.raises(ValueError, match=r"^backend='hopper' needs an sm_90 GPU"):
+        attention(q, k, k, backend="hopper")
+
+
 def test_triton_rejects_fp64(device: str) -> None:
     q = torch.zeros(2, 24, 4, 16, device=device, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"backend='triton' has no fp64: use backend='chunked'"):

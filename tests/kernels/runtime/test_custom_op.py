@@ -1,16 +1,19 @@
 """Operators: a call bypasses the dispatcher only if nothing needs to intercept it, and torch's operator checks pass."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringspan import Mask, attention
+from ringspan import Mask, attention, attention_varlen, linear_cross_entropy
 from ringspan.kernels.runtime.custom_op import may_bypass_dispatcher
 
 OPERATORS = {"ringspan::attention_forward", "ringspan::attention_backward"}
@@ -104,8 +107,45 @@ def test_opcheck(backend: str, rows: int, device: str) -> None:
     torch.library.opcheck(torch.ops.ringspan.attention_forward, args)
 
 
+def test_torch_func_is_rejected(device: str) -> None:
+    x = torch.randn(1, 8, 2, 16, device=device)
+    with pytest.raises(ValueError, match=r"^attention has no derivative in torch.func .*torch.autograd.grad"):
+        torch.func.grad(lambda x: attention(x, x, x).sum())(x)
+    per_sequence = torch.func.vmap(lambda x: attention(x, x, x))(x[None])
+    torch.testing.assert_close(per_sequence[0], attention(x, x, x))
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[Any]:
+    """A mesh of two ranks in this process, which exchange nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_dtensors_are_rejected(fake_mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes a second
+
+    q, k, v = (x.detach() for x in random_qkv("cpu"))
+    hidden, weight, labels = torch.randn(5, 16), torch.nn.Parameter(torch.randn(9, 16)), torch.arange(5)
+
+    def check(name: str, function: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^{name} is a DTensor.*{name}.full_tensor\(\).*{name}.to_local\(\)"):
+            function(*args, **options)
+
+    for placement in (Replicate(), Shard(0)):
+        *all_three, w = (distribute_tensor(x, fake_mesh, [placement]) for x in (q, k, v, weight))
+        check("q", attention, *all_three)
+        check("k", attention, q, *all_three[1:])
+        check("sinks", attention, q, k, v, sinks=distribute_tensor(torch.zeros(4), fake_mesh, [placement]))
+        check("k", attention_varlen, q[0], all_three[1][0], v[0], [0, 24])
+        check("weight", linear_cross_entropy, hidden, torch.nn.Parameter(w), labels)
+        with torch.inference_mode():
+            check("weight", linear_cross_entropy, hidden, w, labels)
+
+
 def test_an_operator_without_a_derivative_names_itself(device: str) -> None:
     q, k, v = random_qkv(device)
     (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"attention_backward has no derivative of its own: leave out create_graph=True"):
+    with pytest.raises(ValueError, match=r"^attention has no second derivative: leave out create_graph=True"):
         torch.autograd.grad(dq.sum(), q)
