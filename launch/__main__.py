@@ -17,7 +17,7 @@ from pathlib import Path
 from ringspan.launch import sweep
 from ringspan.launch.supervisor import Outcome, Supervisor
 from ringspan.trainer.checkpoint import run_folder
-from ringspan.trainer.config import compose, validate
+from ringspan.trainer.config import compose, rank_variables, validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.monitoring import console
 from ringspan.trainer.planning.host_memory import num_cores
@@ -28,6 +28,7 @@ PROGRAM = "ringspan launch"
 def main(argv: list[str] | None = None) -> int:
     """Run one job, or with --multirun the jobs of a sweep one after another; return the exit code of the first that failed."""
     console.protect()
+    rank_variables.unset()
     argv = sys.argv[1:] if argv is None else argv
     multirun = any(text in ("--multirun", "-m") for text in argv)
     rank_flags = [text for text in argv if text.startswith("--ranks=")]

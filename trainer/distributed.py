@@ -17,6 +17,7 @@ from torch import Tensor
 from ringspan.parallel.coordination.json_collectives import all_gather_json, broadcast_json
 from ringspan.parallel.mesh import Mesh
 from ringspan.trainer import network
+from ringspan.trainer.config import rank_variables
 from ringspan.trainer.config.compose import ConfigError
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.config.validate import mesh_of
@@ -32,10 +33,13 @@ class DistributedContext:
         config: a valid config; `parallel` and `debug.deterministic` are read.
 
     Raises:
+        ConfigError: the variables of the launcher are wrong.
         ValueError: this rank has no device.
     """
 
     def __init__(self, config: Config) -> None:
+        if problem := rank_variables.problem(joins=True):
+            raise ConfigError(problem)
         for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
             os.environ.setdefault(name, value)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -26,6 +26,7 @@ from typing import Any
 from ringspan import ROOT
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import option
+from ringspan.trainer.monitoring import console
 
 PROGRAM = "ringspan parity"
 TOY = [
@@ -182,6 +183,7 @@ def run_rank(task: dict[str, Any]) -> None:
 
     from ringspan.trainer import network
 
+    console.protect()
     torch.set_num_threads(1)
     network.init_process_group("gloo", timedelta(minutes=10))
     results: list[dict[str, Any]] = []

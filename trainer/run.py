@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ringspan.parallel.buffered_attention import BufferedAttention
+from ringspan.parallel.coordination import progress
 from ringspan.trainer import network, run_messages
 from ringspan.trainer.checkpoint import checkpoint, compatibility, run_folder
 from ringspan.trainer.checkpoint.reader import Position, Reader
@@ -279,8 +280,12 @@ class Run:
         lines += self.memory_use.report()
         lines += run_messages.final_report(config, self.folder, step, self._last_checkpoint(), self.unsaved)
         self.tracker.print("\n" + "\n".join(lines))
-        if self.distributed.rank == 0 and not self.unsaved:
-            run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+        problem = self.unsaved
+        if self.distributed.rank == 0 and not problem:
+            problem = run_folder.finish(self.folder, dict(steps=step, tokens=self.position.tokens, held_out=metrics))
+            if problem:
+                self.tracker.print(problem)
+        self.unsaved = self.distributed.broadcast(problem)
 
     def out_of_memory(self) -> str:
         """Return a message about an out-of-memory error: phase, bytes, and the next plan to try."""
@@ -295,6 +300,7 @@ class Run:
     def close(self, failed: bool = False) -> None:
         layer_boundaries.activate(None)
         self.progress.close()
+        progress.enter("the end of the run")
         self.tracker.close(failed)
         self.distributed.barrier()  # a rank that exits with code 1 ends those that still upload their metrics
         self.watchdog.close()

@@ -125,12 +125,17 @@ def final_report(config: Config, folder: Path, step: int, last: Path | None, uns
         unsaved: why the last step is not saved; "" if it is.
     """
     path = short_path(folder)
-    weights = f", {path}/checkpoints the weights of step {int(last.name.removeprefix('step-'))}" if last else ""
-    lines = [f"{path}/metrics.jsonl has every step, {path}/config.yaml the full config{weights}."]
+    contents = {"metrics.jsonl": "every step", "config.yaml": "the full config"}
+    contents |= {"checkpoints": f"the weights of step {int(last.name.removeprefix('step-'))}"} if last else {}
+    present = [name for name in contents if (folder / name).exists()]
+    deleted = [name for name in contents if name not in present]
+    lines = [f"{path}: deleted during the run: {', '.join(deleted)}"] if deleted else []
+    if present:
+        lines.append(", ".join(f"{path}/{name}{' has' * (name == present[0])} {contents[name]}" for name in present) + ".")
     if unsaved:
         remedy = "The" if "not finite" in unsaved else "Free disk space; the"
         return [*lines, f"Step {step} is not saved: {unsaved}. {remedy} same command continues from the last checkpoint."]
-    return [*lines, "Next steps:", *next_steps(config, path, last is not None)]
+    return lines if deleted else [*lines, "Next steps:", *next_steps(config, path, last is not None)]
 
 
 def next_steps(config: Config, path: str, saved: bool) -> Iterator[str]:

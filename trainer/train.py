@@ -11,7 +11,7 @@ import traceback
 from datetime import datetime
 from typing import NoReturn
 
-from ringspan.trainer.config import compose
+from ringspan.trainer.config import compose, rank_variables
 from ringspan.trainer.monitoring import console, supervised
 
 PROGRAM = "ringspan train"
@@ -21,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     supervised.watch()
     console.protect()
     composed = compose.main(PROGRAM, __doc__, argv)
+    if problem := rank_variables.problem(joins=True):
+        compose.fail(PROGRAM, compose.ConfigError(problem))
     # Long sequences need nearly all of the memory, and fixed segments of other sizes would fragment it. CUDA reads this
     # variable when it starts.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -56,27 +58,27 @@ def run(composed: compose.Composed) -> int:
         hint = "out of memory while the run starts: use more ranks, a smaller model or a larger engine.zero; "
         first_line = (str(error).strip() or "no message").splitlines()[0]
         _crash(error, composed, f"{hint}{first_line}" if _is_out_of_memory(error) else "")
+    failed = False
     try:
-        finished = train(job)
-        if finished:
-            job.finish()
-        elif not job.unsaved and job.position.step:
-            job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
-        elif not job.unsaved:
-            job.tracker.print("no step was completed; the same command starts again")
-    except (TooManyBadSteps, DifferentSamples, ReplicasDifferError) as error:
-        job.tracker.print(f"stopped: {error}")
+        try:
+            finished = train(job)
+            if finished:
+                job.finish()
+            elif not job.unsaved and job.position.step:
+                job.tracker.print(f"saved step {job.position.step:,}; the same command continues from it")
+            elif not job.unsaved:
+                job.tracker.print("no step was completed; the same command starts again")
+        except (TooManyBadSteps, DifferentSamples, ReplicasDifferError) as error:
+            job.tracker.print(f"stopped: {error}")
+            failed = True
         job.signals.ignore_after_close()
-        job.close(failed=True)
-        return 1
+        job.close(failed)
     except Damaged as error:  # of this rank's data
         print(f"{PROGRAM}: rank {os.environ.get('RANK', 0)}: {error}; {job.how_to_continue()}", file=sys.stderr, flush=True)
         os._exit(1)
     except Exception as error:
         _crash(error, composed, job.out_of_memory() if _is_out_of_memory(error) else "")
-    job.signals.ignore_after_close()
-    job.close()
-    return int(bool(job.unsaved))
+    return int(failed or bool(job.unsaved))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -110,8 +110,10 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
 
 
 def test_ranks_save_and_exit_on_a_signal(tmp_path: Path) -> None:
+    """Also inside another launcher's environment."""
     command = [*MODULE, "--ranks=2", *TOY, f"runs={tmp_path}", "name=run", "steps=500"]
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    foreign = dict(RANK="5", WORLD_SIZE="x", MASTER_ADDR="192.0.2.1", MASTER_PORT="", TORCHELASTIC_USE_AGENT_STORE="True")
+    launcher = subprocess.Popen(command, cwd=ROOT, env=os.environ | foreign, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     for text in launcher.stdout:
         if text.startswith("step   3/500"):

@@ -30,8 +30,10 @@ def measure(*args: Any) -> dict[Split, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict:
-    """Result of one rank, in a new process, as in the command."""
-    return parity.measure(1, [REFERENCE])[REFERENCE]
+    """Result of one rank, in a new process, as in the command, on a terminal without ×."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONIOENCODING", "ascii")
+        return parity.measure(1, [REFERENCE], show=True)[REFERENCE]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -1,10 +1,12 @@
 """Whole runs: signals, skipped steps, console output, recall through the ring, error messages."""
 
+import errno
 import fcntl
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from ringspan.__main__ import usage
-from ringspan.trainer import run_messages
+from ringspan.trainer import files, run_messages
 from ringspan.trainer.checkpoint import load_model, run_folder
 from ringspan.trainer.config import compose, experiments
 from ringspan.trainer.config.schema import Config, Parallel
@@ -343,6 +345,62 @@ def test_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "finished.json").exists()
     assert jobs.run_ranks(2, jobs.run_train_command, options) == [0, 0]
     assert "continuing after step 1" in jobs.output and (tmp_path / "run" / "finished.json").exists()
+
+
+def end_with(fault: str, folder: str, options: list[str]) -> None:
+    """Train as a command whose disk is full at the end, whose folder is deleted at step 2, or whose rank 1 dies at the end."""
+    from ringspan.trainer.monitoring.tracking import Tracker
+
+    rank, log, close, create = os.environ["RANK"], Tracker.log, Tracker.close, files.create
+
+    def full(path: Path) -> Any:
+        if path.name == "finished.json.part":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return create(path)
+
+    def delete(self: Tracker, step: int, *rest: Any, **more: Any) -> None:
+        if step == 2 and rank == "0" and os.path.exists(folder):
+            shutil.rmtree(folder)
+        log(self, step, *rest, **more)
+
+    def die(self: Tracker, failed: bool = False) -> None:
+        if rank == "1":
+            os._exit(0)  # another code would end rank 0 at once
+        close(self, failed)
+
+    if fault == "full":
+        files.create = full
+    elif fault == "deleted":
+        Tracker.log = delete
+    else:
+        Tracker.close = die
+    jobs.run_train_command(options)
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=1", "evaluate.batches=0"]
+    assert jobs.run_ranks(2, end_with, "full", "", options) == [1, 1]
+    text = "run/finished.json: No space left on device; the run is not marked as finished, so that the same command"
+    assert jobs.output.count(text) == 1 and "Traceback" not in jobs.output and not list(tmp_path.glob("run/traceback*"))
+    assert jobs.run_ranks(2, jobs.run_train_command, options) == [0, 0] and (tmp_path / "run" / "finished.json").exists()
+
+
+def test_a_rank_that_dies_at_the_end_is_reported_by_the_others(tmp_path: Path) -> None:
+    options = [f"runs={tmp_path}", "name=run", "steps=1", "evaluate.batches=0"]
+    assert jobs.run_ranks(2, end_with, "dead", "", options) == [1, 0]
+    assert "the end of the run" in jobs.output and "Traceback" not in jobs.output, jobs.output
+    assert (tmp_path / "run" / "traceback-rank-0.txt").exists()
+
+
+def test_a_deleted_folder_is_named_and_its_files_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = [f"runs={tmp_path}", "name=run", "steps=3", "evaluate.batches=0"]
+    assert jobs.run_ranks(1, end_with, "deleted", str(folder), options) == [0]
+    assert jobs.output.count(f"{folder}/metrics.jsonl has been deleted, so that no step is recorded") == 1
+    assert f"{folder}: deleted during the run: metrics.jsonl, config.yaml\n" in jobs.output
+    assert f"{folder}/checkpoints has the weights of step 3.\n" in jobs.output and "has every step" not in jobs.output
+    report = run_messages.final_report(Config(), tmp_path / "absent", 3, None, "")
+    assert report == [f"{tmp_path}/absent: deleted during the run: metrics.jsonl, config.yaml"]
 
 
 def test_repeated_report_appears_once_in_the_metrics(tmp_path: Path) -> None:

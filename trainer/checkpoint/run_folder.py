@@ -245,9 +245,16 @@ def record(
     records.append(folder / "starts.jsonl", start)
 
 
-def finish(folder: Path, report: dict[str, Any]) -> None:
-    """Mark a run as finished, with its report."""
-    files.replace(folder / FINISHED, json.dumps(records.strict(report), indent=1, allow_nan=False).encode())
+def finish(folder: Path, report: dict[str, Any]) -> str:
+    """Mark a run as finished, with its report. Return a line for the console if the file cannot be written, else ""."""
+    try:
+        files.replace(folder / FINISHED, json.dumps(records.strict(report), indent=1, allow_nan=False).encode())
+    except OSError as error:
+        return (
+            f"{folder / FINISHED}: {error.strerror or error}; the run is not marked as finished, so that the same command "
+            "continues it"
+        )
+    return ""
 
 
 def versions() -> dict[str, str]:

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ringspan.trainer.checkpoint.huggingface_config import MODEL_FROM, model_overrides
-from ringspan.trainer.config import validate
+from ringspan.trainer.config import rank_variables, validate
 from ringspan.trainer.config.help import (
     CONF,
     RETIRED,
@@ -41,10 +41,15 @@ from ringspan.trainer.config.help import (
     nearest_key,
     option_names,
     retired,
+    text_options,
 )
 from ringspan.trainer.config.schema import Config, Source
 
 FLAGS = ["--help", "--cfg", "--config-dir", "--multirun", "--ranks"]
+NUMBER = r"[+-]?(?:[\d.][\d._]*(?:e[+-]?[\d_]+)?|inf|nan)|true|false"
+QUOTED = r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*\""""
+# A quoted text; or (begin of the value, or of an item of a list or sweep) and (number or bool) up to its end.
+QUOTED_OR_NUMBER = re.compile(rf"{QUOTED}|((?:^|[\[,])\s*)({NUMBER})(?=\s*(?:[\],]|$))", re.IGNORECASE)
 COUNT_TOKENS = ("data.length", "model.max_positions", "rope.original_length")
 
 
@@ -94,7 +99,7 @@ def main(
 
 def fail(program: str, error: Exception) -> NoReturn:
     """Print an error on rank 0, and exit with its code, 2 for a wrong option, on every rank."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if rank_variables.is_first():
         print(f"{program}: {error}\n`{program} --help` lists every option.", file=sys.stderr, flush=True)
     raise SystemExit(getattr(error, "exit_code", 2))
 
@@ -110,11 +115,13 @@ def load(
         world_size: number of ranks; that of torchrun if None.
         planning: see `main`.
     Raises:
-        ConfigError: an unknown option, a wrong type, or any problem that validate.py finds.
+        ConfigError: an unknown option, a wrong type, any problem that validate.py finds, or variables of another launcher.
     """
-    composed = _compose(overrides, config_dir)
     if world_size is None:
+        if problem := rank_variables.problem():
+            raise ConfigError(problem)
         world_size = int(os.environ.get("WORLD_SIZE", 1))
+    composed = _compose(overrides, config_dir)
     try:
         problems = validate.validate_config(composed.config, world_size, planning)
     except OSError as error:  # a path lies in a folder without search permission
@@ -284,9 +291,18 @@ def _expand_model_from(overrides: list[str]) -> list[str]:
     return [*rest, *(f"{key}={value}" for key, value in pairs if key not in keys and key.partition(".")[0] not in keys)]
 
 
+def _quote_numbers(text: str) -> str:
+    """Quote what Hydra's grammar takes for numbers and bools in an option that is a text: name=1e3 would be 1000.0."""
+    key, equals, value = text.partition("=")
+    name = re.sub(r"^data\.sources\.[^.]+\.", "data.sources.", key)
+    if name not in text_options() or re.match(r"\w+\(", value):  # choice(…) and other functions
+        return text
+    return key + equals + QUOTED_OR_NUMBER.sub(lambda match: f"{match[1]}'{match[2]}'" if match[2] else match[0], value)
+
+
 def _parse(text: str) -> Override:
     try:
-        return OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(_quote_numbers(text))
     except HydraException:
         hint = "quote values with spaces, commas or brackets: 'name=\"a, b\"'" if "=" in text else "write key=value"
         raise ConfigError(f"{text!r} is not an option: {hint}") from None

@@ -136,6 +136,13 @@ def option_names(schema: type = Config, prefix: str = "") -> list[str]:
     return names
 
 
+@functools.cache
+def text_options() -> set[str]:
+    """Return the dotted name of every option that is a text or a list of texts; of a source's without data.sources.NAME."""
+    named = [*_named_fields(Config, ""), *_named_fields(Source, "data.sources.")]
+    return {name for name, option in named if option.type in (str, list[str])}
+
+
 def group_choices(group: str, folders: list[Path]) -> list[str]:
     """Return the choices of a group: the names of its YAML files."""
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})

@@ -6,6 +6,7 @@ Each problem is one line, `option=value: what is wrong; what works`. All problem
 import difflib
 import importlib.util
 import math
+import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
@@ -44,6 +45,7 @@ USED_ONLY_BY_SOURCES = (
     ("kind", ("passkey", "needles"), ("digits",)),
     ("kind", ("needles",), ("families", "num_questions", "seen", "random_words")),
 )
+ITEMS = {int: "a whole number", float: "a number", str: "a text"}  # of list options
 
 
 def validate_config(config: Config, world_size: int, planning: bool = False) -> list[str]:
@@ -82,6 +84,10 @@ def validate_values(node: Any, prefix: str = "") -> list[str]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 problems += validate_values(item, f"{name}.{key}.")
+        if isinstance(value, list):
+            (kind,) = typing.get_args(field.type)
+            wrong = [item for item in value if type(item) is not kind]
+            problems += [f"{name}={value}: {item!r} is not {ITEMS[kind]}; write a list as [a,b]" for item in wrong[:1]]
         choices, least, above = (field.metadata.get(kind) for kind in ("choices", "least", "above"))
         if choices and value not in choices:
             problems.append(f"{name}={value}: choose {', '.join(map(str, choices))}")
@@ -328,8 +334,9 @@ def _run(config: Config) -> Iterator[str]:
     checkpoint, debug = config.checkpoint, config.debug
     if config.seed >= 2**32:
         yield f"seed={config.seed}: it must be below 2**32"
-    if "/" in config.name or config.name in (".", ".."):
-        yield f"name={config.name}: it must be a folder name without slashes; `runs` sets the folder above it"
+    for option, name in (("name", config.name), ("model.name", config.model.name)):
+        if "/" in name or name in (".", ".."):
+            yield f"{option}={name}: it must be a folder name without slashes; `runs` sets the folder above it"
     if checkpoint.keep_every and (not checkpoint.every or checkpoint.keep_every % checkpoint.every):
         yield f"checkpoint.keep_every={checkpoint.keep_every}: it must be a multiple of checkpoint.every={checkpoint.every}"
     known = compatibility.names(config)

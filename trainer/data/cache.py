@@ -239,7 +239,10 @@ def open_cached(cache: str, key: list[Any], make: Callable[[Builder], None], ful
 
 def _open(path: Path, full: bool) -> CachedFolder:
     folder = CachedFolder(path)
-    folder.verify(full)
+    try:
+        folder.verify(full)
+    except FileNotFoundError as error:  # another process has just discarded the damaged folder
+        raise Damaged(f"{error.filename} is missing") from None
     return folder
 
 

@@ -135,7 +135,7 @@ def _open(args: argparse.Namespace) -> tuple[RestoredModel, Tokenizer, list[int]
     if args.suite == "long":
         for length in lengths:  # raises if the suite does not fit
             long_suite.suite_data(tokenizer, length, args.families, args.questions, seen=args.seen)
-    elif args.plot or args.cut_ring or args.seen or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    elif args.plot or args.cut_ring or args.seen or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             "--suite text: it has neither figure nor needles, on one rank; leave out --plot, --cut-ring, --seen, torchrun"
         )

@@ -2,13 +2,15 @@
 
 metrics.jsonl is the source of truth. It is truncated to the checkpoint when a run resumes, so that each step appears once.
 wandb is imported on rank 0 only, and only if it is enabled; without a network it gives up after `init_timeout` and continues
-offline.
+offline. An error of wandb or TensorBoard is one warning and turns the service off.
 """
 
 import contextlib
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,15 @@ class Tracker:
             self.print(note)
         self.file = files.open_append(path)
         self.pending = b""  # lines that a full disk has not taken yet
+        self.deleted = False  # whether metrics.jsonl has been deleted
         if config.tracking.wandb != "disabled":
-            self._start_wandb(step)
+            with self._off_if_it_fails("wandb"):
+                self._start_wandb(step)
         if config.tracking.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            with self._off_if_it_fails("TensorBoard"):
+                from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+                self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
         """Write a step's metrics; `kind` is "train", "held_out", "table", "phase" or "checkpoint"."""
@@ -57,10 +62,12 @@ class Tracker:
         self._write(json.dumps(line, allow_nan=False).encode() + b"\n")
         named = {f"{kind}/{key}": value for key, value in _scalars(values)}
         if self.wandb is not None:
-            self.wandb.log(named, step=step)
+            with self._off_if_it_fails("wandb"):
+                self.wandb.log(named, step=step)
         if self.board is not None:
-            for key, value in named.items():
-                self.board.add_scalar(key, value, step)
+            with self._off_if_it_fails("TensorBoard"):
+                for key, value in named.items():
+                    self.board.add_scalar(key, value, step)
 
     def log_table(self, step: int, title: str, labels: list[str], means: list[float]) -> None:
         """Write a table of one step, such as loss by position."""
@@ -70,8 +77,9 @@ class Tracker:
         if self.wandb is not None:
             import wandb
 
-            table = wandb.Table(columns=["bin", "mean"], data=[list(pair) for pair in zip(labels, means, strict=True)])
-            self.wandb.log({title: wandb.plot.bar(table, "bin", "mean", title=title)}, step=step)
+            with self._off_if_it_fails("wandb"):
+                table = wandb.Table(columns=["bin", "mean"], data=[list(pair) for pair in zip(labels, means, strict=True)])
+                self.wandb.log({title: wandb.plot.bar(table, "bin", "mean", title=title)}, step=step)
 
     def print(self, text: str) -> None:
         """Print to the console."""
@@ -86,6 +94,9 @@ class Tracker:
         try:
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
+            if not self.deleted and os.fstat(self.file.fileno()).st_nlink == 0:
+                self.deleted = True
+                self.print(f"{self.folder / 'metrics.jsonl'} has been deleted, so that no step is recorded; the run continues")
         except OSError as error:
             if not warned:
                 self.print(f"{self.folder / 'metrics.jsonl'}: {error.strerror}; its lines wait until they can be written")
@@ -96,9 +107,30 @@ class Tracker:
         self._write(b"")
         self.file.close()
         if self.board is not None:
-            self.board.close()
+            with self._off_if_it_fails("TensorBoard"):
+                self.board.close()
         if self.wandb is not None:
-            self.wandb.finish(exit_code=int(failed))
+            with self._off_if_it_fails("wandb"):
+                self.wandb.finish(exit_code=int(failed))
+        if self.config.tracking.wandb != "disabled" and self.wandb is None:
+            with contextlib.suppress(Exception):  # at exit wandb would print a traceback about its dead service
+                import wandb
+
+                wandb.teardown()
+
+    @contextlib.contextmanager
+    def _off_if_it_fails(self, service: str) -> Iterator[None]:
+        """Turn an error of wandb or TensorBoard into one warning. The service is off after it."""
+        try:
+            yield
+        except Exception as error:
+            if service == "wandb":
+                self.wandb = None
+            else:
+                self.board = None
+            text = f"{service}: {_reason(error)}; it is off, the run continues, and metrics.jsonl has every step"
+            with contextlib.suppress(Exception):
+                print(text, file=sys.stderr, flush=True)
 
     def _start_wandb(self, step: int) -> None:
         import wandb
@@ -118,8 +150,8 @@ class Tracker:
                 settings = wandb.Settings(init_timeout=tracking.init_timeout, login_timeout=int(tracking.init_timeout))
                 self.wandb = wandb.init(mode="online", resume="allow", settings=settings, **common)
             except Exception as error:  # no key, no network, a proxy's answer; training depends on none of them
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                print(f"wandb: {reason}; continuing offline, `wandb sync` sends the run later", file=sys.stderr, flush=True)
+                text = f"wandb: {_reason(error)}; continuing offline, `wandb sync` sends the run later"
+                print(text, file=sys.stderr, flush=True)
                 wandb.teardown()
         if self.wandb is None:
             self.wandb = wandb.init(mode="offline", **common)
@@ -210,6 +242,11 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
         elif isinstance(value, int | float):
             scalars.append((prefix + key, value))
     return scalars
+
+
+def _reason(error: Exception) -> str:
+    """First line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _truncate(path: Path, step: int, steps: int) -> list[str]:

@@ -130,6 +130,12 @@ WRONG: list[tuple[list[str], int, list[str]]] = [
     (["--ranks=2"], 1, ["ringspan launch --ranks=N"]),
     (["data.workers=2", "data.prefetch=0"], 1, ["data.workers=2, data.prefetch=0: workers prefetch"]),
     (["debug.profile=[0]"], 1, ["debug.profile=[0]"]),
+    (["model.windows=[[1]]"], 1, ["model.windows=[[1]]: [1] is not a whole number; write a list as [a,b]"]),
+    (["debug.profile=[[1]]"], 1, ["debug.profile=[[1]]: [1] is not a whole number"]),
+    (["debug.memory=[{a:1}]"], 1, ["debug.memory=[{'a': 1}]: {'a': 1} is not a whole number"]),
+    (["optim.betas=[[0.9],0.95]"], 1, ["optim.betas=[[0.9], 0.95]: [0.9] is not a number"]),
+    (["data.sources.stdlib.paths=[[a]]"], 1, ["data.sources.stdlib.paths=[['a']]: ['a'] is not a text"]),
+    (["model.name=../../x"], 1, ["model.name=../../x: it must be a folder name without slashes"]),
     (["debug.profile=[201]", "steps=200"], 1, ["debug.profile=[201]"]),
 ]
 WITHOUT_GPU: list[tuple[list[str], int, list[str]]] = [
@@ -250,6 +256,22 @@ def test_every_choice_of_every_group_composes(group: str) -> None:
 def test_lengths_accept_k_and_m() -> None:
     for text, length in (("128k", 131072), ("1M", 1048576), ("1m", 1048576), ("4K", 4096), ("512", 512)):
         assert compose.load(["experiment=laptop", f"data.length={text}"]).config.data.length == length
+
+
+@pytest.mark.parametrize("text", ["2026_11_30", "1e3", "12e45678", "007", "+5", "-1_0.5e-3", "inf", "true", "v1.5", "12 34"])
+def test_texts_that_look_like_numbers_are_kept(text: str) -> None:
+    """Hydra's grammar would make 20261130 of 2026_11_30, and inf of 12e45678."""
+    quoted = f"tracking.tags=[{text}, 'a,{text},b',\"{text}\"]"
+    options = [f"name={text}", f"runs={text}", f"model.name='{text}'", "tracking=offline", quoted]
+    config = compose.load(options, world_size=1).config
+    assert (config.name, config.runs, config.model.name) == (text, text, text)
+    assert config.tracking.tags == [text, f"a,{text},b", text]
+    source = compose._compose([f"data.sources.new.paths=[{text}]", f"data.sources.new.text_key={text}"], None).config
+    assert (source.data.sources["new"].paths, source.data.sources["new"].text_key) == ([text], text)
+    jobs = compose.sweep([f"name={text},b", "steps=1_0,20"])
+    assert [(c.name, c.steps) for c in (compose.load(job, world_size=1).config for job in jobs)] == [
+        (text, 10), (text, 20), ("b", 10), ("b", 20),
+    ]  # fmt: skip
 
 
 def test_mesh_assigns_the_remaining_ranks() -> None:

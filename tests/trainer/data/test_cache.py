@@ -4,6 +4,7 @@ import errno
 import os
 import random
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,30 @@ def test_a_start_compares_a_sample_of_pages_and_all_of_them_on_request(
         folder.verify(full=True)
     assert cache.open_cached(str(tmp_path), ["a"], lambda new: make_random(new, 200 * 64), full=True).sha256 == folder.sha256
     assert "the folder is made again" in capsys.readouterr().out
+
+
+def test_a_folder_that_another_rank_discards_while_this_one_reads_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, open_regular = cache.open_cached(str(tmp_path), ["a"], make_whole).path, files.open_regular
+
+    def open_late(path: Path) -> FileIO:
+        if path.name == "made":  # verify has just seen it
+            monkeypatch.undo()
+            files.discard(folder)
+        return open_regular(path)
+
+    monkeypatch.setattr(files, "open_regular", open_late)
+    assert content(cache.open_cached(str(tmp_path), ["a"], make_whole)) == "whole" and open_regular is files.open_regular
+
+    def refuse(path: Path) -> FileIO:
+        if path.name == "made":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_regular(path)
+
+    monkeypatch.setattr(files, "open_regular", refuse)
+    with pytest.raises(ValueError, match=r"is no folder that can be written to: .*Permission denied"):
+        cache.open_cached(str(tmp_path), ["a"], make_whole)
 
 
 def make_random(new: cache.Builder, size: int) -> None:

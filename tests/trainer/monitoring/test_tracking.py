@@ -53,6 +53,56 @@ def test_metrics_wait_while_the_disk_is_full(tmp_path: Path, capsys: pytest.Capt
     assert [line["step"] for line in run_folder.read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
+class Broken:
+    """wandb and TensorBoard whose `method` raises; the others count their calls."""
+
+    def __init__(self, method: str, calls: list[str]) -> None:
+        self.method, self.calls = method, calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            self.calls.append(name)
+            if name == self.method:
+                raise ConnectionResetError("Connection lost\nand more")
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("service", "method", "calls"),
+    [
+        ("wandb", "log", ["log"]),
+        ("wandb", "finish", ["log"] * 4 + ["finish"]),
+        ("TensorBoard", "add_scalar", ["add_scalar"]),
+        ("TensorBoard", "close", ["add_scalar"] * 3 + ["close"]),
+    ],
+)
+def test_a_failing_service_is_one_warning_and_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], service: str, method: str, calls: list[str]
+) -> None:
+    called: list[str] = []
+    tracker = tracking.Tracker(Config(), tmp_path, active=True)
+    setattr(tracker, {"wandb": "wandb", "TensorBoard": "board"}[service], Broken(method, called))
+    tracker.log_table(1, "loss by position", ["a"], [1.0])
+    for step in (1, 2):
+        tracker.log(step, dict(loss=1.0, grad=2.0) if step == 1 else dict(loss=3.0))
+    tracker.close()
+    text = f"{service}: Connection lost; it is off, the run continues, and metrics.jsonl has every step\n"
+    assert capsys.readouterr().err == text and called == calls
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_a_table_that_wandb_does_not_take_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, calls = pytest.importorskip("wandb"), list[str]()
+    tracker = tracking.Tracker(Config(), tmp_path, active=True)
+    tracker.wandb = Broken("", calls)
+    monkeypatch.setattr(wandb, "Table", lambda **_: 1 / 0)
+    tracker.log_table(1, "loss by position", ["a"], [1.0])
+    assert calls == ["log"] and capsys.readouterr().err.startswith("wandb: division by zero; it is off, the run continues")
+
+
 def validate_history(server: wandb_server.Server, metrics: list[dict[str, Any]], steps: int) -> None:
     """The wandb server has received the contents of metrics.jsonl."""
     assert len(metrics) == steps
