@@ -3,7 +3,7 @@
     python docs/api.py              # rewrites docs/api.md
     python docs/api.py --check      # changes nothing; exits 1 if docs/api.md is stale
 
-The page has every name of ringspan.__all__, and the block functions of ringspan.kernels.blocks.
+The page has every name of ringspan.__all__ and ringspan.hf.__all__, and the block functions of ringspan.kernels.blocks.
 """
 
 import argparse
@@ -25,14 +25,16 @@ INTRODUCTION = """\
 
 `docs/api.py` generates this page from signatures and docstrings: `make tables` runs it, and a test compares.
 
-Public names are imported from `ringspan`: `from ringspan import attention, Mask`. Shapes are written (B, S, Hq, D): batch,
-length, query heads, head dim. Guides: [attention](guides/attention.md), [ring](guides/ring.md),
-[training](guides/training.md). Terms: [glossary](glossary.md).
+Public names are imported from `ringspan`: `from ringspan import attention, Mask`; those for models of transformers from
+`ringspan.hf`. The signatures of other packages are in [Ringspan in place of another ring](guides/other-packages.md).
+
+Shapes are written (B, S, Hq, D): batch, length, query heads, head dim. Guides: [attention](guides/attention.md),
+[ring](guides/ring.md), [training](guides/training.md). Terms: [glossary](glossary.md).
 """
 SECTIONS = {  # title: package whose public names it has
     "One GPU": "ringspan.kernels",
     "Many GPUs": "ringspan.parallel",
-    "Plug-ins": "ringspan.",
+    "Models of transformers": "ringspan.hf",
 }
 BLOCKS = """\
 ## Blocks of keys
@@ -43,10 +45,11 @@ implements them, and `attention` is one call of each.
 BLOCK_NAMES = ("Segment", "block_forward", "output_delta", "block_backward")
 HEADINGS = ("Args", "Arguments", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
 LISTS = ("Args", "Arguments", "Attributes", "Raises")  # "name: text" items
-INTERNAL = {  # methods for other packages of ringspan, without use to a caller
+INTERNAL = {  # methods for other packages of ringspan, or that a Trainer calls, without use to a caller
     *(f"Mask.{name}" for name in ("bounds", "from_bounds", "host_mask", "covers_block", "has_padding")),
     *(f"Mask.{name}" for name in ("joint_segments", "with_tables", "documents_batch", "prefix_batch")),
-    *("Layout.check_mask", "Layout.validate_mask"),
+    "Layout.check_mask",
+    *(f"TrainerMixin.{name}" for name in ("get_cp_size", "floating_point_ops", "compute_loss", "prediction_step")),
 }
 ALIASES = {"Segment": "Rows of a local tensor as (start, step, count): row i of the segment has position start + i · step."}
 
@@ -183,8 +186,8 @@ def _documented(kind: type) -> bool:
 
 def render() -> str:
     """The whole page."""
-    ringspan = importlib.import_module("ringspan")
-    public = {name: getattr(ringspan, name) for name in ringspan.__all__}
+    packages = [importlib.import_module(name) for name in ("ringspan", "ringspan.hf")]
+    public = {name: getattr(package, name) for package in packages for name in package.__all__}
     parts = [INTRODUCTION]
     for title, package in SECTIONS.items():
         names = [name for name in public if public[name].__module__.startswith(package)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ringspan
+import ringspan.hf
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("docs_api", ROOT / "docs" / "api.py")
@@ -65,7 +66,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_page_has_every_public_name_with_its_source_and_text() -> None:
     entries = re.split(r"^### ", api.render(), flags=re.MULTILINE)[1:]
     names = {entry.partition("\n")[0]: entry for entry in entries}
-    assert names.keys() == {*ringspan.__all__, "Segment", "block_forward", "block_backward", "output_delta"}
+    assert names.keys() == {*ringspan.__all__, *ringspan.hf.__all__, *api.BLOCK_NAMES}
     for name, entry in names.items():
         path = re.search(r"^\[(\S+)\]\(\.\./\1\)$", entry, re.MULTILINE)
         assert path and (ROOT / path[1]).is_file(), name
