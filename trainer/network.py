@@ -27,12 +27,15 @@ def init_process_group(backend: str, timeout: timedelta, **options: Any) -> None
         backend: "gloo" or "nccl".
         timeout: limit of every wait.
         options: more options of torch's function.
+    Raises:
+        ValueError: the address, the port or the network interface cannot be used.
     """
     global _store, _num_groups
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_one_host():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
+    check_interfaces()
     if uses_agent_store():
         if rank == 0:
             print(agent_store_warning(), file=sys.stderr, flush=True)
@@ -43,6 +46,17 @@ def init_process_group(backend: str, timeout: timedelta, **options: Any) -> None
     store = dist.PrefixStore(f"group {_num_groups}", _store)  # several groups in one process share the store
     _num_groups += 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **options)
+
+
+def check_interfaces() -> None:
+    """Raise a ValueError if gloo is to use a network interface that this host does not have."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    known = [name for _, name in socket.if_nameindex()]
+    if names and (missing := [name for name in names.split(",") if name not in known]):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={names}: this host has no interface {', '.join(missing)}; it has {', '.join(known)}. "
+            "Name one of these, or unset the variable"
+        )
 
 
 def store_client(timeout: timedelta) -> dist.TCPStore:

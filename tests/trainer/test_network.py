@@ -88,6 +88,14 @@ def test_jobs_of_one_host(monkeypatch: pytest.MonkeyPatch, environment: dict[str
     assert ("`ringspan launch` opens no such port" in warning) == one_host
 
 
+def test_an_interface_that_the_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=lo,ib7: this host has no interface ib7; it has .*lo"):
+        network.check_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    network.check_interfaces()
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
