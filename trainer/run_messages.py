@@ -1,6 +1,7 @@
 """Console text of a run: its description, data, resume note, final report and next commands."""
 
 import contextlib
+import errno
 import math
 import os
 import shlex
@@ -133,8 +134,10 @@ def final_report(config: Config, folder: Path, step: int, last: Path | None, uns
     if present:
         lines.append(", ".join(f"{path}/{name}{' has' * (name == present[0])} {contents[name]}" for name in present) + ".")
     if unsaved:
-        remedy = "The" if "not finite" in unsaved else "Free disk space; the"
-        return [*lines, f"Step {step} is not saved: {unsaved}. {remedy} same command continues from the last checkpoint."]
+        is_full = any(os.strerror(code) in unsaved for code in (errno.ENOSPC, errno.EDQUOT))
+        remedy = "Free disk space; the" if is_full else "The"
+        way_on = "continues from the last checkpoint" if last else "starts again"
+        return [*lines, f"Step {step} is not saved: {unsaved}. {remedy} same command {way_on}."]
     return lines if deleted else [*lines, "Next steps:", *next_steps(config, path, last is not None)]
 
 
