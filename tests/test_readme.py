@@ -164,7 +164,7 @@ def test_make_targets_exist() -> None:
 
 def test_make_train_runs_the_laptop_experiment() -> None:
     done = subprocess.run(
-        ["make", "-n", "-o", ".venv/.run", "train", "ARGS=steps=5"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["make", "-n", "-o", ".venv/.run", "train", "ARGS=steps=5"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0 and "ringspan launch experiment=laptop steps=5" in done.stdout, done.stdout + done.stderr
     assert compose.load(["experiment=laptop"], world_size=2).config.steps == 200
@@ -172,7 +172,7 @@ def test_make_train_runs_the_laptop_experiment() -> None:
 
 def test_make_refuses_an_option_that_it_would_drop() -> None:
     for extra, wrong in (["steps=5"], True), (["ARGS=steps=5 seed=1", f"PYTHON={sys.executable}"], False):
-        done = subprocess.run(["make", "-n", "train", *extra], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["make", "-n", "train", *extra], cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert (done.returncode != 0) == wrong and ("make does not know steps" in done.stderr) == wrong, done.stderr
 
 

@@ -36,7 +36,7 @@ def test_the_script_completes_in_bash(line: str, reply: str) -> None:
     source <(ringspan completion bash)
     COMP_LINE="{line}" COMP_POINT={len(line)}; _ringspan; echo "${{COMPREPLY[@]}}"
     '''
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == reply, done.stderr
 
 

@@ -25,14 +25,14 @@ MODULE = [sys.executable, "-m", "ringspan.launch"]
     ("option", "reason"), [("model.heads=3", "model.heads"), ("--ranks", "--ranks=2"), ("--ranks=0", "at least 1")]
 )
 def test_errors_name_the_command(launch: list[str], option: str, reason: str) -> None:
-    done = subprocess.run([*launch, option], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*launch, option], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.startswith("ringspan launch: "), done.stderr
     assert reason in done.stderr and "`ringspan launch --help` lists every option." in done.stderr
 
 
 @pytest.mark.parametrize("launch", [COMMAND, MODULE], ids=["command", "module"])
 def test_help_names_the_command(launch: list[str]) -> None:
-    done = subprocess.run([*launch, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*launch, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "ringspan launch [--ranks=N] [--multirun] [key=value …]" in done.stdout, done.stderr
 
 
@@ -74,7 +74,7 @@ def test_unreadable_data_is_one_message_and_exit_code_2(tmp_path: Path, file: st
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
     data = ["data=text", f"data.sources.text.paths=[{tmp_path / file}]", f"data.cache={tmp_path}", f"runs={tmp_path}/runs"]
     command = [*MODULE, "--ranks=2", "experiment=laptop", "parallel.device=cpu", *data]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr and "rank" not in done.stderr
 
@@ -98,7 +98,7 @@ def test_a_running_job_listens_on_loopback_only_and_names_a_killed_rank(tmp_path
     isolated = subprocess.run(["unshare", "--net", sys.executable, "-c", connect], capture_output=True, text=True)
     assert "unshare" in isolated.stderr or isolated.returncode == 1, isolated.stderr  # not allowed, or no connection
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=600)
     assert launcher.returncode == 128 + signal.SIGKILL
     last = errors.rstrip().splitlines()[-1]
     assert last.startswith("rank 1 was ended by SIGKILL") and "the same `ringspan launch` command resumes" in last
@@ -119,7 +119,7 @@ def test_ranks_save_and_exit_on_a_signal(tmp_path: Path) -> None:
         if text.startswith("step   3/500"):
             launcher.send_signal(signal.SIGINT)  # Ctrl-C
             break
-    launcher.communicate(timeout=120)
+    launcher.communicate(timeout=600)
     assert launcher.returncode == 0
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
@@ -131,7 +131,7 @@ def test_a_signal_before_the_ranks_start_ends_the_launch(tmp_path: Path) -> None
     while not children.read_text():
         time.sleep(0.01)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(timeout=60) != 0
+    assert launcher.wait(timeout=600) != 0
     assert not list(tmp_path.glob("*/finished.json"))
 
 

@@ -16,6 +16,6 @@ def test_the_config_is_checked_and_all_ranks_start(tmp_path: Path) -> None:
     environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
     environment |= dict(PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHON=sys.executable)
     command = ["bash", "launch/slurm.sh", "experiment=llama_8b_1m", "parallel.ring=16"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "--nnodes=2 --nproc-per-node=8" in done.stdout and "name=slurm-7" in done.stdout

@@ -131,7 +131,7 @@ def resume_cold(tmp_path: Path, number: int, seed: int) -> None:
             time.sleep(0.02)  # its handlers of signals are there once a step is saved
         if not is_last:
             process.send_signal(draw.choice([signal.SIGTERM, signal.SIGINT]))
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
         assert start == 0 or f"continuing after step {before}" in output, output
         assert newest(folder) > before

@@ -175,7 +175,7 @@ def test_mistake_is_reported_within_three_seconds_and_without_torch(program: str
     environment["PYTHONPATH"] = str(ROOT / "tests" / "trainer" / "without_torch")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
-        [sys.executable, "-m", program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU time, because other processes may have the cores. The timeout ends a program that waits.

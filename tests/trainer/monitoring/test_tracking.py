@@ -127,7 +127,7 @@ def test_wandb_sync_uploads_an_offline_run(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         sync = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, folders)]
-        result = subprocess.run(sync, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(sync, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0 and result.stderr.count("Finished syncing") == 2, result.stderr
     assert server.runs == {run_id} and server.configs[0]["data"]["value"]["length"] == 150
     validate_history(server, lines(tmp_path / "run"), steps=3)

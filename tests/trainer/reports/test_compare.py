@@ -42,7 +42,7 @@ def browse(path: Path) -> tuple[str, str]:
     if BROWSER is None:
         pytest.skip("needs chromium")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={path.parent}/profile"]
-    done = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=600)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
