@@ -73,7 +73,8 @@ def linear_cross_entropy(
     if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not know meta and raises
         low = torch.get_autocast_dtype(device)
         hidden, weight = (x.to(low) if x.dtype in DTYPES[1:] else x for x in (hidden, weight))  # autocast keeps fp64
-    _check(hidden, weight, labels, ignore_index, label_smoothing, z_loss, softcap)
+    _check_tensors(hidden, weight, labels)
+    _check_options(ignore_index, label_smoothing, dict(z_loss=z_loss, softcap=softcap))
     shape = labels.shape
     hidden, labels = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1).long()
     grad = torch.is_grad_enabled()  # read here, because grad mode is always off inside the op
@@ -83,15 +84,7 @@ def linear_cross_entropy(
     return (loss_sum, num_valid, losses.view(shape), hits.view(shape)) if return_each else (loss_sum, num_valid)
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> None:
+def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if hidden.dtype not in DTYPES or hidden.ndim < 1:
         raise ValueError(f"hidden: {hidden.ndim}-D {hidden.dtype}; it must be (…, D), float64, float32, bfloat16 or float16")
     check_tangents(hidden=hidden, weight=weight)
@@ -106,13 +99,16 @@ def _check(
     for name, x in (("weight", weight), ("labels", labels)):
         if x.device != hidden.device:
             raise ValueError(f"{name}: on {x.device}, but hidden is on {hidden.device}; move one with .to(device)")
+
+
+def _check_options(ignore_index: int, label_smoothing: float, factors: dict[str, float]) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (Integral, torch.SymInt)):
         raise ValueError(f"ignore_index: {ignore_index!r}; it must be an int, for instance -100")
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
-        check_number(name, value)
+    check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:  # NaN fails too, here and below
         raise ValueError(f"label_smoothing: {label_smoothing}; it must be in [0, 1]")
-    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+    for name, value in factors.items():
+        check_number(name, value)
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name}: {value}; it must be finite and ≥ 0, where 0 turns it off")
 
