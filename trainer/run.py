@@ -238,7 +238,7 @@ class Run:
         step = self.position.step
         if self.num_bad:  # the weights may be the cause, and would replace good checkpoints
             self.unsaved = f"the gradient was not finite in the last {self.num_bad} steps"
-            self.tracker.print(f"step {step}: no checkpoint is saved, {self._earlier()}: {self.unsaved}")
+            self.tracker.print(f"step {step}: no checkpoint is saved, {self._previous_note()}: {self.unsaved}")
             return
         self.progress.end_step()
         self.tracker.clock.pause()
@@ -255,7 +255,7 @@ class Run:
         if not self.unsaved:
             self.tracker.log(step, dict(seconds=time.perf_counter() - began), kind="checkpoint")
         if self.unsaved:
-            self.tracker.print(f"step {step}: the checkpoint cannot be written, {self._earlier()}: {self.unsaved}")
+            self.tracker.print(f"step {step}: the checkpoint cannot be written, {self._previous_note()}: {self.unsaved}")
         elif time.perf_counter() - began > 5:
             self.tracker.print(f"step {step}: saved in {time.perf_counter() - began:.0f} s")
         self._saved = self._saved if self.unsaved else step
@@ -318,7 +318,7 @@ class Run:
         layer_boundaries.activate(boundaries)
         self.progress = StepProgress(self.model_config.layers, lambda: boundaries.layers, self.tracker.print, rank == 0)
 
-    def _earlier(self) -> str:
+    def _previous_note(self) -> str:
         return "the previous one remains" if self._last_checkpoint() else "there is no earlier one"
 
     def _last_checkpoint(self) -> Path | None:
