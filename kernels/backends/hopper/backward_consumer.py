@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringspan.kernels.backends.hopper.chunks import (
     accumulate,
     load_operand,
-    load_tail,
     multiply_transposed,
     select,
     select_rows,
@@ -58,12 +57,15 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     lo, hi, key_ok = query_bounds(key, tile, rules)
     steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    # What fits into registers, so that matmuls read less shared memory: k's second chunk with TIGHT, else v if it has only one.
+    # What fits into registers, so that matmuls read less shared memory: v up to head dim 64, k from 81 to 96, of which with
+    # documents only the second chunk. With softcap nothing fits.
+    V_IN_REGISTERS: gl.constexpr = not TIGHT and flags.TAIL_DV == 0 and rules.softcap is None
+    K_IN_REGISTERS: gl.constexpr = TIGHT and max(flags.D, flags.DV) <= 96 and rules.softcap is None
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     k_operand, v_operand = select_rows(memory.k, 0, OFFSET), select(memory.v, CONSUMER_ID)
-    if TIGHT:
-        k_operand = load_tail(k_operand, OPERAND)
-    elif flags.TAIL_DV == 0:
+    if K_IN_REGISTERS:
+        k_operand = load_operand(k_operand, OPERAND)
+    if V_IN_REGISTERS:
         v_operand = load_operand(v_operand, OPERAND)
     s = zero  # with TIGHT unused; the loop needs an initial value
     if not TIGHT and steps > 0:
@@ -75,8 +77,11 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         if TIGHT:
             # 0, which the compiler cannot know: otherwise it keeps the address of each slice of k and v in a register
             opaque_zero = i >> 30
-            k_half = select_rows(memory.k, opaque_zero, OFFSET)[:1] + k_operand[1:]
-            v_half = select(memory.v, opaque_zero + CONSUMER_ID)
+            if not K_IN_REGISTERS:
+                k_half = select_rows(memory.k, opaque_zero, OFFSET)
+            elif rules.mask.starts is not None:
+                k_half = select_rows(memory.k, opaque_zero, OFFSET)[:1] + k_operand[1:]
+            v_half = select(memory.v, opaque_zero + CONSUMER_ID)[:1] + v_operand[1:]
         slot = i % STAGES
         q, dout = select(memory.q, slot), select(memory.dout, slot)
         delta = memory.stats.index(2 * slot + 1)

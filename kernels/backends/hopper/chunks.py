@@ -99,15 +99,6 @@ def load_operand(matrices, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_tail(matrices, LAYOUT: gl.constexpr):
-    """Load the second chunk, if there is one, as the left operand of a matmul."""
-    if len(matrices) == 1:
-        return matrices
-    else:
-        return matrices[0], matrices[1].load(LAYOUT)
-
-
-@gluon.jit
 def zero_accumulators(BLOCK: gl.constexpr, TAIL: gl.constexpr):
     """Return zeros (64, BLOCK) and (64, TAIL)."""
     LAYOUT: gl.constexpr = accumulator_layout(BLOCK)

@@ -210,7 +210,7 @@ def gradients_at_wrong_column(value, pointer, strides, b, h, row, row_ok, FIRST,
 
 @gluon.jit
 def first_chunk_as_tail(matrices, LAYOUT: gl.constexpr):
-    return matrices[0], matrices[0].slice(0, matrices[1].shape[1], dim=1).load(LAYOUT)
+    return matrices[0].load(LAYOUT), matrices[0].slice(0, matrices[1].shape[1], dim=1).load(LAYOUT)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # name: (other meanings in the kernels, the first wrong result)
@@ -228,7 +228,7 @@ FAULTS_OF_V = [name for name in FAULTS if name.startswith(("sums", "out", "carry
 FAULTS_OF_DQ_WARPGROUP = {"dq: a chunk used twice": (dict(dq_matmul=dq_of_first_chunk_twice), "dq")}
 FAULTS_OF_96 = {
     **FAULTS_OF_DQ_WARPGROUP,
-    "k in registers: a chunk used twice": (dict(load_tail=first_chunk_as_tail), "dq"),
+    "k in registers: a chunk used twice": (dict(load_operand=first_chunk_as_tail), "dq"),
 }
 FAULTS_OF_192 = {  # consumers compute dq
     "dq: a chunk used twice": (dict(dq_part=dq_of_second_part_twice), "dq"),
