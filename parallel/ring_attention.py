@@ -217,7 +217,7 @@ def operator_arguments(
         check_head_start(head_start)
         _validate_layout(q, k, mask, layout, size)
         if options.dropout and options.seed is None:
-            reason = "over several ranks needs a seed, the same on each: seed=step, for instance"
+            reason = "needs a seed, the same on each rank: seed=step, for instance"
             raise ValueError(f"dropout={options.dropout} {reason}")
         if transport not in TRANSPORTS:
             raise ValueError(f"transport={transport!r}: choose one of {TRANSPORTS}")
