@@ -38,7 +38,7 @@ from ringspan.kernels.backends.hopper.common import (
     wait_full,
 )
 from ringspan.kernels.backends.triton.common import MAX_POSITION, exponents, position, row_count, visible_queries
-from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, tma_store
+from ringspan.kernels.runtime.triton_compat import CAST_BEFORE_MASK, K_FITS_REGISTERS, tma_store
 
 
 @gluon.jit
@@ -58,9 +58,10 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     # What fits into registers, so that matmuls read less shared memory: v up to head dim 64, k from 81 to 96, of which with
-    # documents only the second chunk. With softcap nothing fits.
+    # documents or a later Triton only the second chunk. With softcap nothing fits.
     V_IN_REGISTERS: gl.constexpr = not TIGHT and flags.TAIL_DV == 0 and rules.softcap is None
     K_IN_REGISTERS: gl.constexpr = TIGHT and max(flags.D, flags.DV) <= 96 and rules.softcap is None
+    ALL_OF_K: gl.constexpr = K_IN_REGISTERS and rules.mask.starts is None and K_FITS_REGISTERS
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     k_operand, v_operand = select_rows(memory.k, 0, OFFSET), select(memory.v, CONSUMER_ID)
     if K_IN_REGISTERS:
@@ -77,11 +78,11 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
         if TIGHT:
             # 0, which the compiler cannot know: otherwise it keeps the address of each slice of k and v in a register
             opaque_zero = i >> 30
-            if not K_IN_REGISTERS:
-                k_half = select_rows(memory.k, opaque_zero, OFFSET)
-            elif rules.mask.starts is not None:
-                k_half = select_rows(memory.k, opaque_zero, OFFSET)[:1] + k_operand[1:]
-            v_half = select(memory.v, opaque_zero + CONSUMER_ID)[:1] + v_operand[1:]
+            k_half, v_half = select_rows(memory.k, opaque_zero, OFFSET), select(memory.v, opaque_zero + CONSUMER_ID)
+            if ALL_OF_K:  # then the addresses of v's second chunk fit as well
+                k_half, v_half = k_operand, v_half[:1] + v_operand[1:]
+            elif K_IN_REGISTERS:
+                k_half = k_half[:1] + k_operand[1:]
         slot = i % STAGES
         q, dout = select(memory.q, slot), select(memory.dout, slot)
         delta = memory.stats.index(2 * slot + 1)
