@@ -44,7 +44,7 @@ CONSUMERS_COMPUTE_DQ = VERSION < (3, 9)
 # Cast weights to 16 bits before the mask's branch. Triton 3.8 keeps each 16-bit value in a register of its own across a
 # branch, and registers do not suffice.
 CAST_BEFORE_MASK = gl.constexpr(VERSION != (3, 8))
-# At head dims 81 to 96 all of k fits into the registers of Hopper's backward. Triton 3.8 and 3.9 would spill others.
+# Hopper's backward at head dims 81 to 96 has registers for all of k. Triton 3.8 and 3.9 would spill up to 72 bytes.
 K_FITS_REGISTERS = gl.constexpr(VERSION < (3, 8))
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 

@@ -57,11 +57,11 @@ def consume_keys(memory, barriers, tile, outputs, rules, flags: gl.constexpr, CO
     lo, hi, key_ok = query_bounds(key, tile, rules)
     steps = num_steps(tile)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    # What fits into registers, so that matmuls read less shared memory: v up to head dim 64, k from 81 to 96, of which with
-    # documents or a later Triton only the second chunk. With softcap nothing fits.
+    # What fits into registers, so that matmuls read less shared memory: v up to head dim 64; above 80 the second chunk of k, or
+    # all of k up to 96 without documents. With softcap nothing fits.
     V_IN_REGISTERS: gl.constexpr = not TIGHT and flags.TAIL_DV == 0 and rules.softcap is None
-    K_IN_REGISTERS: gl.constexpr = TIGHT and max(flags.D, flags.DV) <= 96 and rules.softcap is None
-    ALL_OF_K: gl.constexpr = K_IN_REGISTERS and rules.mask.starts is None and K_FITS_REGISTERS
+    K_IN_REGISTERS: gl.constexpr = TIGHT and flags.TAIL_D > 0 and rules.softcap is None
+    ALL_OF_K: gl.constexpr = K_IN_REGISTERS and flags.DV <= 96 and rules.mask.starts is None and K_FITS_REGISTERS
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     k_operand, v_operand = select_rows(memory.k, 0, OFFSET), select(memory.v, CONSUMER_ID)
     if K_IN_REGISTERS:
