@@ -103,6 +103,7 @@ def test_a_base_environment_has_attention_and_the_ring(tmp_path: Path) -> None:
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import torch; from ringspan import *\n"
         "q = torch.randn(1, 8, 2, 16); attention(q, q, q)\n"
         "ring_attention(q, q, q, layout=Layout('zigzag', length=8, ranks=1))\n"
+        "assert 'torch._dynamo' not in sys.modules  # its import takes as long as torch's\n"
         "import ringspan.kernels.bench.__main__, ringspan.launch.doctor\n"
         "try: import ringspan.trainer.train\n"
         "except ModuleNotFoundError as error: print(error)"

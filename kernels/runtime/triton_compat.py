@@ -49,7 +49,16 @@ K_FITS_REGISTERS = gl.constexpr(VERSION < (3, 8))
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-@torch.compiler.assume_constant_result  # otherwise torch.compile traces into the cache below and warns
+def constant_result(function: Any) -> Any:
+    """Let torch.compile call the function instead of tracing into it; it would warn about the caches below.
+
+    As torch.compiler.assume_constant_result, which imports torch._dynamo. That takes as long as importing torch.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_result
 def chip(device: torch.device) -> str:
     """Return "sm_90", "gfx942", … or "interpreter". RINGSPAN_CHIP overrides it, to compile for a chip without having it."""
     if INTERPRETED:
@@ -76,7 +85,7 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a kernel can have; without a GPU there is no limit."""
     return _shared_memory(device.index or 0) if device.type == "cuda" else sys.maxsize

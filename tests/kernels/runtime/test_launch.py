@@ -18,7 +18,7 @@ from ringspan import Mask
 from ringspan.kernels.backends.hopper.arguments import descriptor
 from ringspan.kernels.runtime import launch
 from ringspan.kernels.runtime.launch import Arguments, Launch, any_sizes
-from ringspan.kernels.runtime.triton_compat import VERSION
+from ringspan.kernels.runtime.triton_compat import VERSION, constant_result
 from tests.kernels.runtime import compilations
 
 
@@ -63,6 +63,13 @@ def run_launch(
     kernel: FakeKernel, x: Tensor, y: Tensor | None = None, pair: tuple[Any, ...] = (3, None), factor: float = 0.5
 ) -> None:
     Launch(kernel, make, dict(x=x, y=y, pair=pair), dict(factor=factor))()
+
+
+def test_constants_are_marked_as_torch_marks_them() -> None:
+    def marks(mark: Any) -> dict[str, Any]:
+        return vars(mark(lambda: 0))
+
+    assert marks(constant_result) == marks(torch.compiler.assume_constant_result) != {}
 
 
 def test_a_cached_launch_uses_the_new_tensors(kernel: FakeKernel) -> None:
