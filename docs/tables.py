@@ -288,7 +288,9 @@ def train(result: Result) -> str:
     for row in result["rows"]:
         split = " × ".join(f"{name} {size}" for name, size in row["split"].items() if size > 1) or "no split"
         ranks = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}"
-        name = f"{row['model']}, {row['batch']} × {row['length']:,} tokens, {ranks}: {split}, ZeRO {row['zero']}"
+        plan = f", memory plan {row['memory']}" if row.get("memory", "none") != "none" else ""
+        model = row["model"] + (f" ({row['parameters'] / 1e9:.3g}B weights)" if "parameters" in row else "")
+        name = f"{model}, {row['batch']} × {row['length']:,} tokens, {ranks}: {split}, ZeRO {row['zero']}{plan}"
         cells = [f"{row['tokens_per_s']:,.0f}", f"{_number(row['tflops_3.5x'])} ({_number(row['tflops_3x'])})"]
         cells.append(f"{row['mfu_3.5x']:.1%} ({row['mfu_3x']:.1%})" if "mfu_3x" in row else "–")
         cells.append(f"{row['gib']:.1f}, {row['planned_gib']:.1f}" if "gib" in row else "–")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.backends.block import Carry
-from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.kernels.blocks import block_backward, block_forward, find_forward, new_outputs, output_delta
 from ringspan.kernels.mask import Bounds, Mask
 from ringspan.kernels.runtime.call_cache import FULL_MASK, Replay
@@ -23,8 +22,6 @@ from ringspan.kernels.runtime.custom_op import may_bypass_dispatcher, operator, 
 from ringspan.kernels.runtime.precompile import precompile
 from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.kernels.validate import AttentionOptions, cast_for_autocast, check_mask, check_qkv, check_tangents
-
-__all__ = ["BACKENDS", "attention"]
 
 
 @overload
@@ -136,8 +133,8 @@ def attention(
         check_mask(q, k, mask)
         options = options.validated(q, v)
     check_tangents(q=q, k=k, v=v, sinks=sinks)
-    left, right, padded, *tensors = mask.bounds(q.device)
-    numbers, factors = [left, right, int(padded), int(deterministic)], [options.scale, options.softcap, options.dropout]
+    left, right, has_padding, *tensors = mask.bounds(q.device)
+    numbers, factors = [left, right, int(has_padding), int(deterministic)], [options.scale, options.softcap, options.dropout]
     args = q, k, v, *tensors, sinks, options.seed, numbers, factors, backend
     out, lse = without_dispatcher["attention_forward"](*args, run=replay) if replay else attention_forward(*args)
     return (out, lse) if return_lse else out
@@ -208,8 +205,8 @@ def derivative(name: str) -> Operator:
 
 def _mask_and_options(*args: Any) -> tuple[Mask, dict[str, Any]]:
     """Unpack an operator's arguments into the mask and the options of the block functions."""
-    starts, ends, prefix, seed, (left, right, padded, deterministic), (scale, softcap, dropout), backend = args
-    mask = Mask.from_bounds(Bounds(left, right, bool(padded), starts, ends, prefix))
+    starts, ends, prefix, seed, (left, right, has_padding, deterministic), (scale, softcap, dropout), backend = args
+    mask = Mask.from_bounds(Bounds(left, right, bool(has_padding), starts, ends, prefix))
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout=dropout, seed=seed, backend=backend)
     return mask, options | dict(deterministic=bool(deterministic))
 
@@ -224,7 +221,7 @@ def attention_forward(
     prefix: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    numbers: list[int],  # left, right, padded, deterministic
+    numbers: list[int],  # left, right, has_padding, deterministic
     factors: list[float],  # scale, softcap, dropout
     backend: str,
 ) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels.runtime.custom_op import operator
+from ringspan.kernels.tensors import accumulation_dtype
 from ringspan.kernels.validate import check_number, check_tangents, check_tensor
 
 # Logits per chunk. 2^27 are 512 MiB in fp32, or 1024 tokens at V = 128k: one addition to the fp32 dweight per chunk is then
@@ -115,7 +116,7 @@ def _check_options(ignore_index: int, label_smoothing: float, factors: dict[str,
 
 def _empty_outputs(hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, ...]:
     needs_dhidden, needs_dweight = options[-2:]
-    accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    accum = accumulation_dtype(hidden.dtype)
     losses = hidden.new_empty(labels.shape, dtype=accum)  # not len(labels), which would specialise on the length
     hits = labels.new_empty(labels.shape, dtype=torch.bool)
     dhidden = hidden.new_empty(hidden.shape if needs_dhidden else 0)
@@ -159,7 +160,7 @@ def _over_chunks(
         bad_labels = labels[(labels < 0) | (labels >= V)]
         if len(bad_labels):
             raise ValueError(f"labels: holds {bad_labels[0]}; each must be in [0, {V}) or ignore_index = {ignore_index}")
-    accum = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    accum = accumulation_dtype(hidden.dtype)
     operand = hidden.dtype if hidden.is_cuda else accum  # only CUDA has matmuls of 16-bit operands with fp32 results
     mixed: dict[str, Any] = {} if operand == accum else {"out_dtype": accum}
     w = weight.to(operand)

@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
 
     left: int  # SENTINEL: unbounded
     right: int  # SENTINEL: unbounded; 0 when causal
-    padded: bool  # whether ids may be negative; assumed for ids on a GPU, because reading them needs a host sync
+    has_padding: bool  # whether ids may be negative; assumed for ids on a GPU, because reading them needs a host sync
     starts: Tensor | None  # int32 (S,) or (B, S): first position of each position's document
     ends: Tensor | None  # int32, like starts: last position; starts - 1 for padding
     prefix: Tensor | None  # int32 (1,) or (B,)
@@ -107,22 +107,22 @@ class Mask:
             raise ValueError(f"prefix={prefix} with key_documents: a prefix needs the same documents for queries and keys")
         self.window = window
         self._lengths: tuple[int, int] | None = None
-        padded, starts, ends = False, None, None
+        has_padding, starts, ends = False, None, None
         with torch.inference_mode(False):  # autograd cannot save an inference tensor for a backward
             self.documents = None if documents is None else _documents(documents)
             self.key_documents = None if key_documents is None else _documents(key_documents, "key_documents")
             self.prefix = None if prefix is None else _prefix(prefix)
             if self.documents is not None:
-                padded = _may_be_negative(self.documents)
+                has_padding = _may_be_negative(self.documents)
             if self.documents is not None and self.key_documents is not None:
-                padded = padded or _may_be_negative(self.key_documents)
+                has_padding = has_padding or _may_be_negative(self.key_documents)
                 _check_pair(self.documents, self.key_documents)
                 starts, ends = joint_tables_from_ids(self.documents, self.key_documents, left, right)
                 left = right = SENTINEL  # the tables contain them
                 self._lengths = self.documents.shape[-1], self.key_documents.shape[-1]
             elif self.documents is not None:
                 starts, ends = tables_from_ids(self.documents)
-        self._bounds = Bounds(left, right, padded, starts, ends, self.prefix)
+        self._bounds = Bounds(left, right, has_padding, starts, ends, self.prefix)
         self._bounds_on: dict[torch.device, Bounds] = {}
 
     @classmethod
@@ -201,12 +201,12 @@ class Mask:
         if all(t is None or t.device.type == "cpu" for t in bounds.tensors):
             return self
         right = bounds.right if bounds.prefix is None else SENTINEL
-        return Mask.from_bounds(Bounds(bounds.left, right, bounds.padded, None, None, None))
+        return Mask.from_bounds(Bounds(bounds.left, right, bounds.has_padding, None, None, None))
 
     @property
     def has_padding(self) -> bool:
         """Whether a position may be padding. Assumed for documents on a GPU, where reading ids needs a host sync."""
-        return self._bounds.padded
+        return self._bounds.has_padding
 
     @property
     def length(self) -> int | None:

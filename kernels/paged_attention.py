@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ringspan.kernels.attention import attention
 from ringspan.kernels.backends.choose import device_obstacle
+from ringspan.kernels.backends.triton.paged_decode import launch
 from ringspan.kernels.mask import NO_LIMIT, Mask
 from ringspan.kernels.tensors import can_read, num_sms
-from ringspan.kernels.validate import check_options, check_sinks, check_tensor
+from ringspan.kernels.validate import check_head_dims, check_options, check_sinks, check_tensor
 
 BLOCKS_PER_SM = 4  # thread blocks per SM, so that some compute while others wait for loads
 
@@ -53,7 +54,7 @@ def paged_attention(
     Args:
         q: Query of each sequence's last token, (B, Hq, D).
         keys: (pages, page length, Hkv, D), in q's dtype. Hq is a multiple of Hkv.
-        values: (pages, page length, Hkv, Dv), in q's dtype.
+        values: (pages, page length, Hkv, Dv), in q's dtype. D and Dv are 16 to 256, in steps of 8.
         table: int32 (B, max pages): the pages of each sequence, in order. Entries past its last page are ignored.
         lengths: int32 (B,): number of keys of each sequence, the query's own included, so at least 1.
         window: Number of last keys that the query attends to, itself included. None: all.
@@ -78,8 +79,6 @@ def paged_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "gather" or (backend == "auto" and q.device.type == "cpu") or not q.numel():
         return _gather(inputs, Mask(causal=True, window=window), scale=scale, softcap=softcap, sinks=sinks)
-    from ringspan.kernels.backends.triton.paged_decode import launch  # a local import, because it needs Triton
-
     splits = num_splits(len(q) * keys.shape[2], table.shape[1], max(1, num_sms(q.device)))
     shape = len(q), splits, q.shape[1]
     parts, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in ((*shape, values.shape[3]), shape))
@@ -124,6 +123,7 @@ def _check(inputs: PagedInputs, window: int | None, sinks: Tensor | None, backen
     for name, x in (("keys", keys), ("values", values), ("table", table)):
         if 0 in x.shape[1:]:
             raise ValueError(f"{name} {tuple(x.shape)}: only the first dimension may be 0")
+    check_head_dims({"q and keys": q, "values": values})
     if q.shape[1] % keys.shape[2]:
         raise ValueError(f"q has {q.shape[1]} heads, keys have {keys.shape[2]}: q's heads must be a multiple of theirs")
     if table.ndim != 2 or len(table) != len(q) or lengths.shape != q.shape[:1] or {table.dtype, lengths.dtype} != {torch.int32}:

@@ -1,12 +1,21 @@
 """Properties of tensors and devices, shared by backends and transports: accumulation dtype, row strides, alignment, SMs."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 INF = float("inf")
+
+
+_NO_CONTEXT = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which `device` is current: kernels, streams, events and signals belong to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else _NO_CONTEXT
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

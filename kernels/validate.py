@@ -61,8 +61,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     heads, kv_heads = q.shape[2], k.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k and v have {kv_heads}: q's heads must be a multiple of theirs")
-    for name, x in (("q and k", q), ("v", v)):
-        width = x.shape[3]
+    check_head_dims({"q and k": q, "v": v})
+
+
+def check_head_dims(tensors: dict[str, Tensor]) -> None:
+    """Validate head dims, the last dimension of each tensor."""
+    for name, x in tensors.items():
+        width = x.shape[-1]
         if not 16 <= width <= 256 or width % 8:
             raise ValueError(f"{name} have head dim {width}: 16 to 256 in steps of 8 work; pad with zeros and keep scale")
 

@@ -242,16 +242,17 @@ def _host_numbers(boundaries: Boundaries) -> tuple[int, ...] | None:
 
 def _validated_numbers(name: str, boundaries: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     if not boundaries or boundaries[0] != 0:
-        raise ValueError(f"{name}={_shortened(boundaries)}: the first boundary must be 0, the first document's first token")
+        raise ValueError(f"{name}={shortened(boundaries)}: the first boundary must be 0, the first document's first token")
     for index, (start, end) in enumerate(pairwise(boundaries)):
         if end < start:
             raise ValueError(f"{name}[{index + 1}]={end} is below {name}[{index}]={start}: boundaries must not decrease")
     if boundaries[-1] != num_tokens:
-        raise ValueError(f"{name}={_shortened(boundaries)}: the last boundary must be {num_tokens}, the number of tokens")
+        raise ValueError(f"{name}={shortened(boundaries)}: the last boundary must be {num_tokens}, the number of tokens")
     return boundaries
 
 
-def _shortened(boundaries: tuple[int, ...]) -> str:
+def shortened(boundaries: tuple[int, ...]) -> str:
+    """Return the boundaries for an error message, without those in the middle of a long list."""
     return str(list(boundaries)) if len(boundaries) <= 8 else f"[{boundaries[0]}, {boundaries[1]}, …, {boundaries[-1]}]"
 
 

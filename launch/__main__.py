@@ -2,7 +2,8 @@
 
     ringspan launch [--ranks=N] [--multirun] [key=value …]
 
-The launcher checks the config before it starts a rank, so a mistake costs a second. It supervises the ranks (supervisor.py): no
+The launcher checks the config before it starts a rank, so a mistake costs a second (on a machine with GPUs and without --ranks
+the import of torch, which counts them). It supervises the ranks (supervisor.py): no
 socket is open beyond the loopback interface, and no rank outlives the launcher. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed
 terminal) are forwarded to the ranks, which save a checkpoint and exit; a second Ctrl-C ends them at once.
 """
@@ -21,6 +22,7 @@ from ringspan.trainer.config import compose, rank_variables, validate
 from ringspan.trainer.config.schema import Config
 from ringspan.trainer.monitoring import console
 from ringspan.trainer.planning.host_memory import num_cores
+from ringspan.trainer.planning.machines import default_num_ranks
 
 PROGRAM = "ringspan launch"
 
@@ -125,11 +127,7 @@ def _num_ranks(rank_flags: list[str]) -> int:
         if not text.isdigit() or int(text) < 1:
             raise compose.ConfigError(f"{rank_flags[-1]}: not a number of ranks; at least 1 works")
         return int(text)
-    if not validate.has_gpu():
-        return 2
-    import torch
-
-    return torch.cuda.device_count() or 2
+    return default_num_ranks(cpu=not validate.has_gpu())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each finding is one line: `ok`, `note` with a hint, or `BAD` with a remedy. The 
 needs none of the packages that it checks.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -21,10 +22,10 @@ from ringspan import ROOT
 from ringspan.launch import listeners
 from ringspan.trainer.planning.host_memory import num_cores
 
-REQUIRED = {"torch": "2.11", "numpy": "1.26"}
+REQUIRED = {"torch": "2.11", "triton": "3.6", "numpy": "1.26"}
+OTHER_NAMES = {"triton": ("pytorch-triton", "pytorch-triton-rocm", "triton-rocm")}  # of wheels from PyTorch's index
 TRAIN = {"deepspeed": "0.19", "hydra-core": "1.3", "wandb": "0"}  # the extra ringspan[train]
 OPTIONAL = {  # package: how to install it
-    "triton": "pip install triton",
     "tensorboard": "pip install tensorboard",
     "tokenizers": 'pip install "ringspan[tokenizers]"',
     "tiktoken": 'pip install "ringspan[tokenizers]"',
@@ -206,7 +207,8 @@ def links(doctor: Doctor) -> None:
     if fastest:
         tokens = KERNEL_FLOPS / FLOPS_PER_BYTE / fastest
         doctor.good(
-            f"attention hides all transfers from about {tokens / 1024:.0f}k tokens per GPU, with GQA 4:1 from a quarter of that"
+            f"attention overlaps all transfers from about {tokens / 1024:.0f}k tokens per GPU, with GQA 4:1 from a quarter of "
+            "that"
         )
         if fastest < NVLINK:
             doctor.note(
@@ -275,10 +277,10 @@ def measure_links() -> None:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for package in (name, *OTHER_NAMES.get(name, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
 
 
 def _number(version: str) -> tuple[int, ...]:

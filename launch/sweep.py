@@ -1,9 +1,9 @@
 """Table of the results of a sweep: one line per run, the best loss first.
 
-held out   loss    tokens/s   step
-4.599      5.308      15.2k      3   seed=1 optim.lr=0.002   runs/tiny-512-fb5327
-4.655      5.425      16.2k      3   seed=1 optim.lr=0.001   runs/tiny-512-8dca65
-(loss: the mean of the last 10 steps; held out: of the last evaluation, on 4 batches)
+    held out   loss    tokens/s   step
+    4.599      5.308      15.2k      3   seed=1 optim.lr=0.002   runs/tiny-512-fb5327
+    4.655      5.425      16.2k      3   seed=1 optim.lr=0.001   runs/tiny-512-8dca65
+    (loss: the mean of the last 10 steps; held out: of the last evaluation, on 4 batches)
 
 A held-out loss of another number of batches is marked with * and not ranked: losses on different texts do not compare.
 """

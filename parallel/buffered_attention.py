@@ -15,13 +15,13 @@ from torch import Tensor
 from ringspan.kernels.attention import sink_carry
 from ringspan.kernels.blocks import block_backward, block_forward
 from ringspan.kernels.mask import Mask
+from ringspan.kernels.tensors import on_device
 from ringspan.kernels.validate import AttentionOptions
 from ringspan.parallel.context_attention import context_attention
 from ringspan.parallel.coordination.process_groups import check_group_exists
 from ringspan.parallel.layout import Layout
 from ringspan.parallel.mesh import Mesh
 from ringspan.parallel.ring_attention import RingCall, operator_arguments
-from ringspan.parallel.transport.streams import on_device
 from ringspan.parallel.ulysses import repeats_of_heads, to_heads, to_tokens
 
 

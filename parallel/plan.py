@@ -67,9 +67,8 @@ class Plan(NamedTuple):
     query_parts: list[list[QueryPart]]  # per step
     carried: slice  # smallest range with every query row whose (out, lse) is passed to a later kernel
     unfinished: list[slice]  # carried rows whose last kernel still wrote fp32; cast to the output dtype after the loop
-    shared: list[
-        slice
-    ]  # local key rows that receive remote gradients; all rows with padding, if more than `few` or in > 2 ranges
+    # local key rows that receive remote gradients; all rows with padding, if more than `few` or in > 2 ranges
+    shared: list[slice]
 
 
 SegmentPair = tuple[int, int, int, int]  # reader rank, index of its segment, owner rank, index of its segment

@@ -7,8 +7,7 @@
 torch.compile sees one call, and selective activation checkpointing can save (out, lse), so the ring never runs twice. Operators
 take tensors, numbers and strings only, as in `kernels.attention`. So they receive the group by name, the layout as its fields,
 and the mask's bounds twice: on the device for the kernels, and as known to the host for the plan.
-
-Before the first kernel, q visits dtensor.py, validate.py, choose.py, custom_op.py, ring.py, blocks.py, call_cache.py.
+On one rank q passes through dtensor.py, validate.py, choose.py, custom_op.py, ring.py, blocks.py, call_cache.py.
 """
 
 import functools
@@ -23,6 +22,7 @@ from ringspan.kernels.attention import derivative, differentiable, sink_carry, s
 from ringspan.kernels.backends.choose import adds_dq_atomically
 from ringspan.kernels.blocks import output_delta
 from ringspan.kernels.mask import Bounds, Mask
+from ringspan.kernels.tensors import on_device
 from ringspan.kernels.validate import (
     AttentionOptions,
     cast_for_autocast,
@@ -47,7 +47,7 @@ from ringspan.parallel.transport.select import (
     gradient_bytes,
     make_transport,
 )
-from ringspan.parallel.transport.streams import is_capturing, on_device, wait_for_all
+from ringspan.parallel.transport.streams import is_capturing, wait_for_all
 
 
 @overload

@@ -4,9 +4,10 @@
 
 The config is composed and validated as for a run, and the memory plan is the one that the run would choose (engine.memory).
 Memory is counted term by term (planning/memory.py), FLOPs as in planning/flops.py. Offloaded tensors must fit into the host's
-memory, if its size is known: this machine's, or hardware.host_gib. Attention's speed is the one that `ringspan bench kernels`
-measured on the same device. The speed of another device is scaled by the ratio of the peaks, and the report says so. Matmuls
-run at a share of the peak. Without `hardware=` the plan is for this machine, and its speeds are measured first.
+memory, if its size is known: this machine's, or hardware.host_gib. Attention's speed is that of the nearest shape that
+`ringspan bench kernels` measured. The speed of another device is scaled by the ratio of the peaks, and the report says so.
+Matmuls have measured speeds by shape, or run at a share of the peak on devices that were not measured. Without `hardware=` the
+plan is for this machine, and its speeds are measured first.
 """
 
 import math
@@ -24,6 +25,7 @@ from ringspan.trainer.planning.remedies import MAX_RANKS, remedies
 from ringspan.trainer.planning.step_time import attention_speed, step_time
 
 PROGRAM = "ringspan check"
+NAME_WIDTH = 29  # of the longest name of a term
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,10 +101,10 @@ def _memory(config: Config, world: int, target: Machine, need: Footprint) -> lis
     lines = ["memory per rank, GiB"]
     at_peak = need.moments[need.peak_moment]
     rows = [(name, size, "" if name in at_peak else "not at the peak") for name, size in need.terms.items()]
-    lines += [f"  {name:24} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
+    lines += [f"  {name:{NAME_WIDTH}} {size / GIB:8.2f}  {note}".rstrip() for name, size, note in rows]
     verdict = "it fits" if target.fits_device(need) else "IT DOES NOT FIT"
     memory = f"of {target.usable / GIB:.1f} GiB for tensors ({target.memory / GIB:.1f} in all)"
-    lines += [f"  {'peak':24} {need.peak / GIB:8.2f}  {memory}, at {need.peak_moment}: {verdict}"]
+    lines += [f"  {'peak':{NAME_WIDTH}} {need.peak / GIB:8.2f}  {memory}, at {need.peak_moment}: {verdict}"]
     lines += _host_memory(need, world, target)
     longest = longest_sequence(config, world, target)
     unknown = " (with as much host memory as it needs)" if target.gpu and target.host == math.inf else ""
@@ -128,8 +130,8 @@ def _host_memory(need: Footprint, world: int, target: Machine) -> list[str]:
         verdict = f"of {ranks * host / GIB:.0f} GiB for tensors ({target.host / GIB:.0f} in all): "
         verdict += "it fits" if need.on_host <= host else "IT DOES NOT FIT"
     lines = ["", "offloaded to the host's memory per rank, GiB"]
-    lines += [f"  {name:24} {size / GIB:8.2f}" for name, size in need.offloaded.items()]
-    return [*lines, f"  {f'all, {ranks} ranks per host':24} {ranks * need.on_host / GIB:8.2f}  {verdict}"]
+    lines += [f"  {name:{NAME_WIDTH}} {size / GIB:8.2f}" for name, size in need.offloaded.items()]
+    return [*lines, f"  {f'all, {ranks} ranks per host':{NAME_WIDTH}} {ranks * need.on_host / GIB:8.2f}  {verdict}"]
 
 
 def _time(config: Config, world: int, target: Machine, chosen: PlannedStep) -> list[str]:
@@ -158,7 +160,7 @@ def _assumptions(config: Config, world: int, target: Machine, offloads: bool) ->
     _, ring, ulysses = validate.mesh_of(config, world)
     lines = []
     if ring > 1:
-        lines.append("  (the ring's transfers of K/V and their gradients are assumed to be hidden by attention)")
+        lines.append("  (the ring's transfers of K/V and their gradients are assumed to overlap with attention completely)")
     if ulysses > 1:
         lines.append("  (the exchange of heads between ulysses ranks is not counted)")
     if offloads:

@@ -1,4 +1,4 @@
-"""The training loop, on one screen.
+"""The training loop.
 
 A step runs its micro-batches forward and backward, then the optimizer, then one all-reduce. The all-reduce carries the loss,
 the losses by source, the stop flag, and the number of labels and a checksum of the next step's samples. Each rank sums the loss

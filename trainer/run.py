@@ -163,7 +163,7 @@ class Run:
             values["skipped"] = step - self.position.applied
         values["checks"] = check_timer.take()
         values |= profiling.memory_metrics(self.device, values["tflops"], *self.memory_use.peaks)
-        if phases := self.memory_use.step(step, seconds):
+        if phases := self.memory_use.step(seconds):
             values["phases"] = phases
         tracker.log(step, values)
         self.history.add_step(values, tokens, total.source_labels)

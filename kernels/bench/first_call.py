@@ -47,8 +47,8 @@ def first_call(shape: Shape, target: str | None, sequential: bool) -> dict[str, 
         torch.zeros(shape.batch, shape.length, *width, device=device, dtype=torch.bfloat16, requires_grad=not sequential)
         for width in widths
     )
-    left, right, padded, *tensors = mask_of(shape).bounds(q.device)
-    args = q, k, v, *tensors, None, None, [left, right, int(padded), 0], [shape.head_dim**-0.5, 0.0, 0.0], "auto"
+    left, right, has_padding, *tensors = mask_of(shape).bounds(q.device)
+    args = q, k, v, *tensors, None, None, [left, right, int(has_padding), 0], [shape.head_dim**-0.5, 0.0, 0.0], "auto"
     if not sequential:
         precompile.start_hash_of_triton()
         precompile.hash_of_triton.join()  # a training process makes its model meanwhile

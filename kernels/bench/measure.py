@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ringspan import ROOT
-from ringspan.kernels.attention import BACKENDS, attention
+from ringspan.kernels.attention import attention
+from ringspan.kernels.backends.choose import BACKENDS
 from ringspan.kernels.bench.baselines import (
     BASELINES,
     DIRECTIONS,

@@ -13,7 +13,6 @@ A miss rarely compiles, because kernels are compiled for any sequence length, ba
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringspan.kernels.runtime.call_cache import tensor_signature
 from ringspan.kernels.runtime.precompile import compile_kernel
+from ringspan.kernels.tensors import on_device
 
 MAX_LAUNCHES = 4096  # the cache is cleared when it holds this many
 Arguments = tuple[int, dict[str, Any]]  # number of thread blocks, and the kernel's arguments by name
@@ -49,7 +49,7 @@ class CachedLaunch(NamedTuple):
                 descriptor = TensorDescriptor.__new__(TensorDescriptor)  # __init__ would repeat checks of the signature
                 descriptor.__dict__ = {**fields, "base": tensors[name]}
                 arguments[index] = descriptor
-        with _on_device(self.device):
+        with on_device(self.device):
             self.compiled[self.programs, 1, 1](*arguments)
 
 
@@ -93,7 +93,7 @@ class Launch:
         if programs == 0:
             return None
         device = next(x.device for x in self.tensors.values() if isinstance(x, Tensor))
-        with _on_device(device):
+        with on_device(device):
             compiled = self.compile(programs, arguments)
             if compiled is None:  # Triton's interpreter compiles nothing
                 self.kernel[(programs,)](**arguments)
@@ -173,11 +173,3 @@ def _has_memory(argument: Any) -> bool:
 
 def _base(argument: Any) -> Any:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
-
-
-_NO_CONTEXT = nullcontext()
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the tensors' device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else _NO_CONTEXT

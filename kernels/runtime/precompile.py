@@ -2,7 +2,7 @@
 
     hash of Triton        a part of every key in Triton's cache on disk: computed from the import of this module on
     Triton's driver       a C file that Triton compiles if its cache is empty: likewise, for CUDA
-    backward's kernels    compiled and loaded beside those of the first forward of their kind: `precompile`
+    backward's kernels    compiled and loaded concurrently with those of the first forward of their kind: `precompile`
 
 Triton releases Python's lock in the hash and in most of a compilation.
 """

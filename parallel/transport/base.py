@@ -55,13 +55,13 @@ class Transport(ABC):
         """Clean up after an error anywhere in the call."""
         self.published = ()
 
-    @abstractmethod
     def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
         """Return the buffer that a kernel writes one step's dK/dV into; shape of `like`, with `rows` rows.
 
         Two slots alternate. On return the previous contents of `slot` have been sent. The other slot may still be in use by a
         running kernel.
         """
+        return like.new_empty((rows, *like.shape[1:]))
 
     @abstractmethod
     def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
@@ -79,9 +79,6 @@ class SingleRankTransport(Transport):
 
     def fetch(self, index: int, slot: int, recv_buffers: Rows) -> Wait:
         return lambda: None
-
-    def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
-        return like.new_empty((rows, *like.shape[1:]))
 
     def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
         return lambda: None

@@ -30,6 +30,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ringspan.parallel.coordination import progress
+from ringspan.parallel.coordination.arrivals import rank_names
 from ringspan.parallel.coordination.process_groups import RingGroups
 from ringspan.parallel.plan import Piece, Plan
 from ringspan.parallel.transport.base import Transport, split_by_piece
@@ -245,7 +246,7 @@ class CopyEngineTransport(Transport):
 
 
 def _describe(transfer: str, ranks: list[int]) -> str:
-    return f"{transfer} rank {', '.join(map(str, ranks))}"
+    return f"{transfer} {rank_names(ranks)}"
 
 
 def ranks_of(pieces: Iterable[Piece]) -> tuple[int, ...]:

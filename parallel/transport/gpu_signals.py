@@ -79,7 +79,9 @@ class GpuSignals:
         batch = batches[kind, ranks]
         status = _driver()(torch._C._cuda_getCurrentRawStream(self.device.index), len(batch), batch, 0)
         if status != 0:
-            remedy = "use transport='p2p', which needs no signals" if status == NOT_SUPPORTED else "perhaps an earlier kernel's"
+            remedy = "use transport='p2p', which needs no signals"
+            if status != NOT_SUPPORTED:
+                remedy = "perhaps an earlier kernel's: run again with CUDA_LAUNCH_BLOCKING=1"
             raise RuntimeError(f"GPUs cannot signal each other: cuStreamBatchMemOp gave CUDA's error {status}, {remedy}")
 
     def release(self) -> None:

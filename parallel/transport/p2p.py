@@ -29,9 +29,6 @@ class P2PTransport(Transport):
         send_rows = [tuple(x[piece.rows] for x in self.published) for piece in sends]
         return self._exchange(self.groups.group, sends, send_rows, receives, split_by_piece(receives, recv_buffers), "K/V")
 
-    def send_buffer(self, slot: int, rows: int, like: Tensor) -> Tensor:
-        return like.new_empty((rows, *like.shape[1:]))
-
     def return_gradients(self, index: int, slot: int, send_buffer: Tensor, recv_buffer: Tensor) -> Wait:
         sends, receives = self.plan.steps[index].pieces, self.plan.sends[index]
         send_rows, recv_rows = split_by_piece(sends, (send_buffer,)), split_by_piece(receives, (recv_buffer,))

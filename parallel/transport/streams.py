@@ -114,9 +114,3 @@ class _StreamContext:
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.caller)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which `device` is current: streams, events and signals belong to the current device."""
-    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if is_other else nullcontext()

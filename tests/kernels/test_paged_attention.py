@@ -106,6 +106,7 @@ def test_splits_fill_a_gpu_and_hold_at_least_one_page() -> None:
         (dict(keys=torch.zeros(3, 0, 2, 16), values=torch.zeros(3, 0, 2, 16)), r"keys \(3, 0, 2, 16\): only the first"),
         (dict(keys=torch.zeros(3, 16, 0, 16), values=torch.zeros(3, 16, 0, 16)), r"keys \(3, 16, 0, 16\): only the first"),
         (dict(values=torch.zeros(3, 16, 2, 0)), r"values \(3, 16, 2, 0\): only the first"),
+        (dict(values=torch.zeros(3, 16, 2, 8)), "values have head dim 8: 16 to 256 in steps of 8 work"),
         (dict(lengths=int32(1, 49)), r"lengths\[1\]=49 must be 1 to 48"),
         (dict(lengths=int32(0, 1)), r"lengths\[0\]=0 must be 1 to 48"),
         (dict(lengths=int32(1, -3)), r"lengths\[1\]=-3 must be 1 to 48"),

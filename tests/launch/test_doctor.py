@@ -44,6 +44,8 @@ def test_a_training_environment_names_the_next_command(installed: dict[str, str]
     [
         (dict(torch=None), '  BAD   torch is not installed: pip install "torch>=2.11"'),
         (dict(torch="2.9.1"), '  BAD   torch 2.9.1: too old; pip install "torch>=2.11"'),
+        (dict(triton=None), '  BAD   triton is not installed: pip install "triton>=3.6"'),
+        (dict(triton="3.5.1"), '  BAD   triton 3.5.1: too old; pip install "triton>=3.6"'),
         (dict(deepspeed="0.18.9"), '  BAD   deepspeed 0.18.9: too old; pip install "deepspeed>=0.19"'),
     ],
     ids=str,
@@ -167,7 +169,7 @@ def test_fast_links_report_the_shard_length_that_hides_transfers(
     assert problems == 0 and lines == [
         "  ok    messages: 300 GB/s of 256 MiB, all 4 GPUs concurrently",
         "  ok    copy engines: 360 GB/s of 256 MiB, all 4 GPUs concurrently",
-        "  ok    attention hides all transfers from about 4k tokens per GPU, with GQA 4:1 from a quarter of that",
+        "  ok    attention overlaps all transfers from about 4k tokens per GPU, with GQA 4:1 from a quarter of that",
     ]
 
 

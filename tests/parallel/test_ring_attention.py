@@ -67,8 +67,8 @@ def test_files_that_q_visits() -> None:
     assert next(iter(files)) == "ring_attention.py"
     between = list(files)[1:]
     assert len(between) <= 7, between
-    listed = re.findall(r"\w+\.py", (ring_attention_module.__doc__ or "").partition("q visits")[2])
-    assert between == [name for name in listed if name != "ring_overlapped.py"]
+    listed = re.findall(r"\w+\.py", (ring_attention_module.__doc__ or "").partition("q passes through")[2])
+    assert between == listed
 
 
 def test_a_ring_is_chosen_by_whether_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:

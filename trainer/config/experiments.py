@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stdout if wanted_help else sys.stderr,
         )
         return 0 if wanted_help else 2
-    rows = [Experiment("experiment", "model", "weights", "length", "H200s", "what it is"), *experiments()]
+    rows = [Experiment("experiment", "model", "weights", "length", "fewest H200s", "what it is"), *experiments()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -111,11 +111,11 @@ def differences(a: Description, b: Description, name_a: str, name_b: str) -> lis
         if other.get("tokenizer") != one["tokenizer"]:
             lines.append(f"{start}their tokenizers differ")
         elif other["sha256"] != one["sha256"]:
-            lines.append(start + _first_difference(one["files"], other["files"], name_a, name_b))
+            lines.append(start + _first_difference(one["files"], other["files"], name_b))
     return lines
 
 
-def _first_difference(a: list[list[Any]], b: list[list[Any]], name_a: str, name_b: str) -> str:
+def _first_difference(a: list[list[Any]], b: list[list[Any]], name_b: str) -> str:
     """Return a text about the first file that only one side has, or that both have with other content."""
     if max(len(a), len(b)) > MAX_FILES:
         return f"{len(a)} files, {len(b)} there"

@@ -1,4 +1,4 @@
-"""Planned beside measured memory and time of a step's phases: start, forward, backward, step.
+"""Planned and measured memory and time of a step's phases: start, forward, backward, step.
 
 On a GPU the allocator's peaks are read at the end of each phase and reset, and CUDA events measure its time. Neither waits for
 the GPU. On a CPU only the time is measured.
@@ -63,7 +63,7 @@ class MemoryUse:
             torch.cuda.synchronize(self.device)
         return dict(phase=name, **self._row(name), **self._outside_the_allocator(), seconds=self._elapsed(*self._times[-1][1:]))
 
-    def step(self, number: int, seconds: float) -> dict[str, Any]:
+    def step(self, seconds: float) -> dict[str, Any]:
         """Return the metrics of a step's phases, after the GPU has finished it; nothing on a CPU."""
         if self.is_warm or not self.first:  # else the first step compiles
             self._seconds.append(seconds)

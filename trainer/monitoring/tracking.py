@@ -47,7 +47,7 @@ class Tracker:
         self.deleted = False  # whether metrics.jsonl has been deleted
         if config.tracking.wandb != "disabled":
             with self._off_if_it_fails("wandb"):
-                self._start_wandb(step)
+                self._start_wandb()
         if config.tracking.tensorboard:
             with self._off_if_it_fails("TensorBoard"):
                 from torch.utils.tensorboard import SummaryWriter
@@ -132,7 +132,7 @@ class Tracker:
             with contextlib.suppress(Exception):
                 print(text, file=sys.stderr, flush=True)
 
-    def _start_wandb(self, step: int) -> None:
+    def _start_wandb(self) -> None:
         import wandb
 
         tracking = self.config.tracking

@@ -112,9 +112,11 @@ def machine_of_run(device_name: str, gpu: bool, memory: float, host: float, rank
 
 def default_num_ranks(cpu: bool) -> int:
     """Return the number of ranks that `ringspan launch` starts: one per GPU, or two without GPUs."""
+    if cpu:
+        return 2
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() and not cpu else 2
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def _measure_speeds(config: Config, device: str) -> tuple[float, tuple[float, float]]:

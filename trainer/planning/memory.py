@@ -162,7 +162,7 @@ def footprint(config: Config, world: int, gpu: bool = True, plan: MemoryPlan = N
     if ring > 1:
         across_hosts = ring_backward_buffers(*ring_shape) - always.get(SYMMETRIC, 0)
         ring_buffers = max(across_hosts, ring_backward_buffers(*ring_shape, gpu, several_blocks))
-    result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, counts, ring, ulysses > 1, gpu)
+    result.terms["a layer's forward"] = forward_working_set(config, plan, sizes, ring, ulysses > 1, gpu)
     result.terms["a layer's backward"] = working_set(config, plan, sizes, counts, ring_buffers, ring, ulysses > 1, gpu)
     last_out = sizes.outs if plan.outs_on_host == plan.outs else 0.0
     last_input = sizes.inputs if plan.inputs_on_host == len(plan.segments(model.layers)) else 0.0
@@ -276,9 +276,7 @@ def chunk_rows(plan: MemoryPlan, sizes: TensorSizes) -> int:
     return sizes.batch * plan.chunk_rows(sizes.n // sizes.batch)
 
 
-def forward_working_set(
-    config: Config, plan: MemoryPlan, sizes: TensorSizes, counts: Parameters, ring: int, exchanges: bool, gpu: bool
-) -> float:
+def forward_working_set(config: Config, plan: MemoryPlan, sizes: TensorSizes, ring: int, exchanges: bool, gpu: bool) -> float:
     """Return the bytes that the forward of one layer needs in addition to the tensors that layers keep."""
     model, b, n = config.model, sizes.b, sizes.n
     if plan.keeps_everything:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ringspan.kernels.varlen import shortened
 from ringspan.parallel.coordination import arrivals, progress
 from ringspan.parallel.coordination.process_groups import timeout_of
 from ringspan.parallel.layout import Layout
@@ -80,15 +81,15 @@ def document_lengths(kind: str, boundaries: tuple[int, ...], num_tokens: int, si
     """
     lengths = [end - start for start, end in pairwise(boundaries)]
     if not boundaries or boundaries[0] != 0 or any(n < 0 for n in lengths):
-        raise ValueError(f"cu_seqlens={_short(boundaries)}: boundaries must begin with 0 and not decrease")
+        raise ValueError(f"cu_seqlens={shortened(boundaries)}: boundaries must begin with 0 and not decrease")
     if boundaries[-1] != num_tokens or size == 1:
         return lengths
     if kind == "zigzag" and any(n % 2 for n in lengths):
         index = next(i for i, n in enumerate(lengths) if n % 2)
         raise ValueError(
-            f"cu_seqlens={_short(boundaries)}: document {index} has {lengths[index]} tokens in this shard, and a zigzag shard "
-            f"is two chunks of one length; pad each document to a multiple of {2 * size}, or pass the boundaries of the whole "
-            "documents"
+            f"cu_seqlens={shortened(boundaries)}: document {index} has {lengths[index]} tokens in this shard, and a zigzag "
+            f"shard is two chunks of one length; pad each document to a multiple of {2 * size}, or pass the boundaries of the "
+            "whole documents"
         )
     return [n * size for n in lengths]
 
@@ -120,8 +121,9 @@ def make_route(kind: str, boundaries: tuple[int, ...], num_tokens: int, size: in
     positions = [shard_positions(kind, lengths, size, peer) for peer in range(size)]
     if len(positions[rank]) != num_tokens:
         raise ValueError(
-            f"cu_seqlens={_short(boundaries)}: q has {num_tokens} tokens, and rank {rank} of {size} has {len(positions[rank])} "
-            f"of these whole documents; pass the boundaries of the shards, or cut documents as torch.chunk(…, {chunks}) does"
+            f"cu_seqlens={shortened(boundaries)}: q has {num_tokens} tokens, and rank {rank} of {size} has "
+            f"{len(positions[rank])} of these whole documents; pass the boundaries of the shards, or cut documents as "
+            f"torch.chunk(…, {chunks}) does"
         )
     layout = Layout("zigzag", sum(lengths), size)
     owners = torch.empty(layout.length, dtype=torch.int64)
@@ -160,7 +162,3 @@ class ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ExchangeRows.apply(grad, *ctx.options), None, None, None
-
-
-def _short(boundaries: tuple[int, ...]) -> str:
-    return str(list(boundaries)) if len(boundaries) <= 8 else f"[{boundaries[0]}, {boundaries[1]}, …, {boundaries[-1]}]"

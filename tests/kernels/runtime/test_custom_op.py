@@ -101,8 +101,8 @@ def test_opcheck(backend: str, rows: int, device: str) -> None:
     sinks = torch.randn(4, device=device, requires_grad=True)
     ids = torch.zeros(2, rows, dtype=torch.int64)
     ids[:, rows // 2 :] = 1
-    left, right, padded, *tensors = Mask(causal=True, documents=ids).bounds(device)
-    numbers, factors = [left, right, int(padded), False], [0.3, 0.0, 0.0]
+    left, right, has_padding, *tensors = Mask(causal=True, documents=ids).bounds(device)
+    numbers, factors = [left, right, int(has_padding), False], [0.3, 0.0, 0.0]
     args = (q, k, v, *tensors, sinks, None, numbers, factors, backend)
     torch.library.opcheck(torch.ops.ringspan.attention_forward, args)
 
