@@ -32,15 +32,16 @@ def main(argv: list[str] | None = None) -> None:
         readers = {name: partial(read, name) for name in restored.reader.names}
         end = restored.tokenizer().end if restored.has_tokenizer else None
         shard = options.max_file_mib * 2**20
-        huggingface.export(Path(options.to), readers, restored.model, restored.rope, restored.length, end, shard)
+        to = Path(options.to).expanduser()
+        huggingface.export(to, readers, restored.model, restored.rope, restored.length, end, shard)
         if restored.tokenizer_options.kind == "hf":
-            shutil.copy(tokenizer_file(restored.tokenizer_options), Path(options.to) / "tokenizer.json")
+            shutil.copy(tokenizer_file(restored.tokenizer_options), to / "tokenizer.json")
     except ValueError as error:
         compose.fail(PROGRAM, error)
     except OSError as error:
         problem = ValueError(f"to={options.to!r} cannot be written: {error.strerror or error}; choose another folder")
         compose.fail(PROGRAM, problem)
-    print(f"exported {restored.folder} to {options.to}; load it with AutoModelForCausalLM.from_pretrained({options.to!r})")
+    print(f"exported {restored.folder} to {to}; load it with AutoModelForCausalLM.from_pretrained({str(to)!r})")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,8 @@ def test_export_copies_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tokenizer.json").write_text("rules")
     save(tmp_path, GPT(SHAPE), TokenizerOptions("hf", str(tmp_path)))
     monkeypatch.setattr(load_model.RestoredModel, "tokenizer", lambda self: Bytes())  # needs no library
-    export_main([f"checkpoint={tmp_path}", f"to={tmp_path / 'hf'}"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    export_main([f"checkpoint={tmp_path}", "to=~/hf"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "rules"
 
 

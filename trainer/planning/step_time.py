@@ -161,7 +161,7 @@ class StepTimer:
     def _matmuls(self, name: str, plan: MemoryPlan) -> tuple[float, float]:
         """Seconds of a step's matmuls of `project`, `finish` or its last one `down` in one layer, in forward and backward."""
         if self.speeds is not None:
-            return self._cached_matmuls(name, plan.chunk_rows(self.rows) * self.config.data.micro_batch)
+            return self._cached_matmuls(name, max(1, plan.chunk_rows(self.rows) * self.config.data.micro_batch))
         weights = dict(project=self.project, finish=self.finish, down=self.model.mlp_dim * self.model.dim)[name]
         forward = 2 * weights * self.tokens / self.target.matmuls
         return forward, 2 * forward

@@ -127,6 +127,13 @@ def test_a_forged_state_is_damage(saved: Path, change: Callable[[dict[str, Any]]
     assert name == "step-00000002" and message in problem
 
 
+def test_ids_that_wandb_accepts_are_no_damage(saved: Path) -> None:
+    for run_id in ("exp.1", "a" * 128, "long context"):
+        change_json(saved / "step-00000003/state.json", set_state("run_id", run_id))
+        faults.seal(saved / "step-00000003")
+        assert newest(saved) == ("step-00000003", [])
+
+
 def set_offsets(*offsets: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: next(iter(header.values())).update(data_offsets=list(offsets))
 

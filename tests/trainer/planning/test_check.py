@@ -34,6 +34,11 @@ def test_plan_for_this_machine_measures_it(capsys: pytest.CaptureFixture[str]) -
     assert "2 × CPU rank" in out and "measured on this machine" in out and "nan" not in out
 
 
+def test_ranks_with_less_than_one_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["experiment=laptop", "hardware=h200", "hardware.gpus=1024"]) == 0
+    assert "ring 1024" in capsys.readouterr().out
+
+
 def test_plan_reads_no_file_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """A laptop plans a run whose files are on a cluster."""
     assert check.main(["experiment=qwen3_continue", "hardware=h200", "init_from=/cluster/Qwen3", "data=text"]) == 0
