@@ -218,6 +218,16 @@ def test_export_copies_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "rules"
 
 
+def test_export_replaces_the_weights_of_an_earlier_one(tmp_path: Path) -> None:
+    save(tmp_path, GPT(SHAPE), TokenizerOptions())
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (folder / name).write_text("of an earlier export")
+    export_main([f"checkpoint={tmp_path}", f"to={folder}"])
+    assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]
+
+
 def error_of(command: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the error text of a command that exits with code 2."""
     with pytest.raises(SystemExit) as stop:

@@ -264,6 +264,9 @@ def export(
         buffer[name] = tensor
         total += tensor.nbytes
     flush()
+    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
+        for earlier in path.glob(pattern):  # of an earlier export: loaders would prefer an index, or the single file
+            earlier.unlink()
     if len(shards) == 1:
         shards[0][0].rename(path / "model.safetensors")
     else:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ringspan.trainer import files
 from ringspan.trainer.config import compose
 from ringspan.trainer.config.schema import TrainTokenizer
 from ringspan.trainer.data import packages
 from ringspan.trainer.data.corpus import text_files
+from ringspan.trainer.files import replace
 
 PROGRAM = "ringspan tokenizer"
 END = "<|endoftext|>"
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = train(names or text_files(options.paths), options.size)
         folder = Path(options.to).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        files.replace(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+        replace(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     except ValueError as error:
         compose.fail(PROGRAM, error)
     except OSError as error:
