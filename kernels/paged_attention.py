@@ -82,6 +82,7 @@ def paged_attention(
     splits = num_splits(len(q) * keys.shape[2], table.shape[1], max(1, num_sms(q.device)))
     shape = len(q), splits, q.shape[1]
     parts, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in ((*shape, values.shape[3]), shape))
+    inputs = inputs._replace(table=table.contiguous(), lengths=lengths.contiguous())  # as the kernel reads them
     launch(*inputs, parts, lse, window or NO_LIMIT, scale, softcap)()
     return _combine(parts, lse, sinks).to(q.dtype)
 

@@ -81,6 +81,15 @@ def test_equals_attention(
     torch.testing.assert_close(out.double(), reference(inputs, window, **in_fp64), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("backend", ["gather", "triton"])
+def test_strided_tables_and_lengths(backend: str, device: str) -> None:
+    q, keys, values, table, lengths = random_pages(4, 2, 16, 16, [40, 33, 5], device)
+    expected = paged_attention(q, keys, values, table, lengths, backend="gather")
+    strided = table.t().contiguous().t(), torch.stack([lengths, lengths * 0 + 1], 1)[:, 0]
+    assert not any(x.is_contiguous() for x in strided)
+    torch.testing.assert_close(paged_attention(q, keys, values, *strided, backend=backend), expected)
+
+
 def test_splits_fill_a_gpu_and_hold_at_least_one_page() -> None:
     assert module.num_splits(num_blocks=8, pages=100, multiprocessors=132) == 66
     assert module.num_splits(num_blocks=8, pages=5, multiprocessors=132) == 5
