@@ -2,8 +2,8 @@
 
     ringspan launch [--ranks=N] [--multirun] [key=value …]
 
-The launcher checks the config before it starts a rank, so a mistake costs a second (on a machine with GPUs and without --ranks
-the import of torch, which counts them). It supervises the ranks (supervisor.py): no
+The launcher checks the config before it starts a rank, so a mistake costs a second; without --ranks on a machine with GPUs some
+seconds, because torch counts them. It supervises the ranks (supervisor.py): no
 socket is open beyond the loopback interface, and no rank outlives the launcher. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP (a closed
 terminal) are forwarded to the ranks, which save a checkpoint and exit; a second Ctrl-C ends them at once.
 """

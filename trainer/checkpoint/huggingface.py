@@ -265,7 +265,7 @@ def export(
         total += tensor.nbytes
     flush()
     for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
-        for earlier in path.glob(pattern):  # of an earlier export: loaders would prefer an index, or the single file
+        for earlier in path.glob(pattern):  # of an earlier export: some loaders prefer an index, others the single file
             earlier.unlink()
     if len(shards) == 1:
         shards[0][0].rename(path / "model.safetensors")

@@ -112,6 +112,7 @@ class Reader:
         step, run_id, number = self.state["step"], self.state.get("run_id"), NAME.search(self.folder.name)
         if number and int(number[1]) != step:
             raise ValueError(f"state.json is of step {step}: the files are another checkpoint's")
+        # what wandb takes as an id
         if not isinstance(run_id, str) or not re.fullmatch(r"[^/\\#?%:\x00-\x1f\x7f]{0,128}", run_id):
             raise ValueError(f"state.json is not readable: run_id={run_id!r:.80} is no id")
         self._random_states()
